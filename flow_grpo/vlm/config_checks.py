@@ -50,6 +50,9 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     settings = VLM_SPEC.check(config)
     check_conditions(settings)
     _check_columns(settings)
+    if settings.image_dir and not os.path.isdir(settings.image_dir):
+        raise UserError("is not a directory", field="image_dir", value=settings.image_dir)
+    read_chat_template(settings.chat_template)
     if settings.train.loss == BRADLEY_TERRY:
         return check_reward_model_config(settings)
     _check_unused_settings(settings)
@@ -64,9 +67,6 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=settings.question_format,
         )
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
-    if settings.image_dir and not os.path.isdir(settings.image_dir):
-        raise UserError("is not a directory", field="image_dir", value=settings.image_dir)
-    read_chat_template(settings.chat_template)
     _check_rewards(settings)
     check_nonzero_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})
     if sample.engine == VLLM:

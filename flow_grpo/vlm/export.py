@@ -101,12 +101,16 @@ def load_reward_model(
         source: The weights; LoRA is merged.
         model: The model that the run started from.
         revision: Its revision.
-        config: Settings of the run, which limit the size of images; None if unknown.
+        config: Settings of the run, with the size of images and the chat template; None if unknown.
     """
-    pixels = (
-        {} if config is None else {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-    )
-    tokenizer, image_processor = load_processors(model, revision, **pixels)
+    options = {}
+    if config is not None:
+        options = {
+            "min_pixels": config.min_pixels,
+            "max_pixels": config.max_pixels,
+            "chat_template": read_chat_template(config.chat_template),
+        }
+    tokenizer, image_processor = load_processors(model, revision, **options)
     parts = [part for part in (tokenizer, image_processor) if part is not None]
     if not source.is_lora:
         with explain_load_errors("--checkpoint", str(source.weights), REWARD_MODEL_KIND):
