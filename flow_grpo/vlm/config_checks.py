@@ -52,7 +52,8 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     _check_columns(settings)
     if settings.image_dir and not os.path.isdir(settings.image_dir):
         raise UserError("is not a directory", field="image_dir", value=settings.image_dir)
-    read_chat_template(settings.chat_template)
+    # the text instead of the path: exports and resumed runs do not need the file
+    settings = replace(settings, chat_template=read_chat_template(settings.chat_template))
     if settings.train.loss == BRADLEY_TERRY:
         return check_reward_model_config(settings)
     _check_unused_settings(settings)
