@@ -45,7 +45,9 @@ class FrozenModel(ABC):
         if self.quantize != UNQUANTIZED:
             device = torch.device(self.device)
             quantize_linears([self.quantized_part()], self.quantize, device)
-        self.network.to("cpu" if self.offload else self.device)
+            self.release_memory()
+        if not self.offload:
+            self.network.to(self.device)
 
     def quantized_part(self) -> nn.Module:
         """Return the part of the network whose linear layers `quantize` applies to."""
