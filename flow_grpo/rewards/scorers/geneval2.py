@@ -69,7 +69,9 @@ class GenEval2(FrozenModel, Scorer):
             Qwen3VLForConditionalGeneration, self.model, dtype=self.torch_dtype, kind=KIND
         )
         with explain_load_errors("model", self.model, "an image processor"):
-            self.image_processor = AutoImageProcessor.from_pretrained(self.model)
+            self.image_processor = AutoImageProcessor.from_pretrained(
+                self.model, trust_remote_code=False
+            )
         with explain_load_errors("model", self.model, "a tokenizer"):
             self.tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
         self._check_template(network)
