@@ -10,8 +10,10 @@ IMAGE_REWARDS = {
     "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
+    "editreward": "flow_grpo.rewards.scorers.editreward:EditReward",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
     "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
+    "hpsv3": "flow_grpo.rewards.scorers.hpsv3:HpsV3",
     "human": "flow_grpo.rewards.judges.human:HumanVotes",
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
@@ -26,6 +28,7 @@ IMAGE_REWARDS = {
     "temporal_flicker": "flow_grpo.rewards.scorers.motion:TemporalFlicker",
     "unifiedreward": "flow_grpo.rewards.judges.unified_reward:UnifiedReward",
     "video_motion": "flow_grpo.rewards.scorers.motion:VideoMotion",
+    "videoalign": "flow_grpo.rewards.scorers.videoalign:VideoAlign",
     "viescore": "flow_grpo.rewards.judges.vie_score:VieScore",
     "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
 }
