@@ -41,6 +41,7 @@ LOAD_ERRORS = (
     ArithmeticError,
     SafetensorError,
     StrictDataclassError,
+    EOFError,
     pickle.UnpicklingError,
 )
 
@@ -234,11 +235,17 @@ def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) ->
 
 
 def load_weights_file(path: Path) -> Weights:
-    """Load a state dict from .safetensors or `torch.save`, without executing pickled code."""
+    """Load a state dict from .safetensors or `torch.save`, without executing pickled code.
+
+    A state dict may be nested under "state_dict" or "model".
+    """
     if path.suffix == ".safetensors":
         return load_file(path)
     content = torch.load(path, map_location="cpu", weights_only=True)
-    return content.get("state_dict", content)
+    for name in ("state_dict", "model"):
+        if isinstance(content.get(name), dict):
+            return content[name]
+    return content
 
 
 def build_linear_head(
