@@ -48,7 +48,7 @@ from flow_grpo.weight_checks import check_finite
 
 BACKBONES = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-TEMPLATES = Path(__file__).parent / "scorers/templates"
+TEMPLATES = Path(__file__).parent / "scorers/published"
 PROMPT = "{text_prompt}"  # is replaced in a template
 
 
