@@ -6,6 +6,7 @@ from flow_grpo.config.registry import Registry
 
 IMAGE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
+    "aesthetic_v25": "flow_grpo.rewards.scorers.aesthetic_siglip:AestheticV25",
     "audio_loudness": "flow_grpo.rewards.scorers.audio:AudioLoudness",
     "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
