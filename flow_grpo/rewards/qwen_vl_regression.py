@@ -28,6 +28,7 @@ from transformers import (
     Qwen2VLModel,
 )
 
+from flow_grpo.chat_templates import render_chat_template
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.frozen_model import SCORE, FrozenModel, Values, finite_or_failed
@@ -43,7 +44,6 @@ from flow_grpo.rewards.loading import (
 )
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
 from flow_grpo.rewards.qwen_vl_visuals import Patcher, Visual
-from flow_grpo.vlm.chat_templates import render_chat_template
 from flow_grpo.weight_checks import check_finite
 
 BACKBONES = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
