@@ -14,6 +14,7 @@ IMAGE_REWARDS = {
     "editreward": "flow_grpo.rewards.scorers.editreward:EditReward",
     "editscore": "flow_grpo.rewards.judges.edit_score:EditScore",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
+    "geneval2": "flow_grpo.rewards.scorers.geneval2:GenEval2",
     "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
     "hpsv3": "flow_grpo.rewards.scorers.hpsv3:HpsV3",
     "human": "flow_grpo.rewards.judges.human:HumanVotes",
