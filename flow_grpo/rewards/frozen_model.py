@@ -11,12 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from flow_grpo.errors import UserError
-<<<<<<< HEAD
-from flow_grpo.rewards.failure import Failed, NotApplicable
-=======
 from flow_grpo.perf.quantization import FP8, NF4, check_precision, quantize_linears
-from flow_grpo.rewards.failure import Failed
->>>>>>> main
+from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
 

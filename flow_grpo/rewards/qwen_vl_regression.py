@@ -146,6 +146,10 @@ class QwenVlRegression(FrozenModel, Scorer):
         check_finite(f"model={self.model!r}", head.state_dict().items())
         return RegressionNetwork(self._load_backbone(weights, config, tokens), head)
 
+    def quantized_part(self) -> nn.Module:
+        """Return the language model: the head stays in float32."""
+        return self.network.backbone.language_model
+
     def _load_backbone(self, weights: Weights, config: PretrainedConfig, tokens: int) -> nn.Module:
         """Load the backbone from the checkpoint; its vocabulary differs from that of `config`."""
         config.text_config.vocab_size = tokens

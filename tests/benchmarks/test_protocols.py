@@ -72,13 +72,9 @@ def test_scorers_that_are_not_available_are_left_out_or_reported():
     less = {name: "" for name in available if name != "hpsv3"}
     chosen = select_scorers(get_protocol("drawbench"), Overrides(), less)
     assert [*chosen] == ["pickscore", "hpsv2", "aesthetic", "imagereward"]
-<<<<<<< HEAD
     chosen = select_scorers(get_protocol("drawbench"), Overrides(), available)
     assert [*chosen] == ["pickscore", "hpsv2", "hpsv3", "aesthetic", "imagereward"]
-    for name in ("geneval2", "dpg", "wise", "t2i_compbench", "geneval_official"):
-=======
     for name in ("dpg", "wise", "t2i_compbench", "geneval_official"):
->>>>>>> main
         with raises_user_error("custom_rewards", field="scorer", value=name):
             select_scorers(get_protocol(name), Overrides(), available)
     own = select_scorers(get_protocol("wise"), Overrides(), {"wise": "custom a:b"})
