@@ -279,6 +279,15 @@ def test_only_the_backbone_has_the_dtype(hps):
     assert scorer(IMAGES, PROMPTS, [{}] * 3)[0] == close(expected, 0.3)
 
 
+def test_only_the_language_model_is_quantized(hps):
+    options, expected, _ = hps
+    scorer = HpsV3(**options, quantize="fp8")
+    layer = scorer.network.backbone.language_model.layers[0].self_attn.q_proj
+    assert not isinstance(layer, torch.nn.Linear)
+    assert isinstance(scorer.network.head[0], torch.nn.Linear)
+    assert scorer(IMAGES, PROMPTS, [{}] * 3)[0] == close(expected, 0.3)
+
+
 def test_samples_without_a_score_do_not_affect_the_others(align, edit):
     scorer = VideoAlign(**align[0])
     samples = [VIDEOS[0][:1], VIDEOS[0]]
