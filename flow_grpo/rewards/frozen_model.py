@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from flow_grpo.errors import UserError
 from flow_grpo.perf.quantization import FP8, NF4, check_precision, quantize_linears
-from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
 from flow_grpo.rewards.turns import TURNS
@@ -159,12 +159,13 @@ class ModelScorer(FrozenModel, Scorer):
             name: torch.cat([batch[name].float().cpu() for batch in batches]).tolist()
             for name in batches[0]
         }
-        scores = [
-            s if math.isfinite(s) else _nonfinite_score(s, self.dtype) for s in values.pop(SCORE)
-        ]
+        scores = [finite_or_failed(score, self.dtype) for score in values.pop(SCORE)]
         return (scores, values) if values else scores
 
 
-def _nonfinite_score(score: float, dtype: str) -> Failed:
+def finite_or_failed(score: float, dtype: str) -> float:
+    """Return a network's score; `Failed` with an explanation if it is not finite."""
+    if math.isfinite(score) or isinstance(score, Failed | NotApplicable):
+        return score
     hint = "" if dtype == "float32" else f"; {dtype} may overflow, try float32"
     return Failed(f"the network returned {score}{hint}")
