@@ -8,6 +8,8 @@ IMAGE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
     "audio_loudness": "flow_grpo.rewards.scorers.audio:AudioLoudness",
     "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
+    "audio_sync": "flow_grpo.rewards.scorers.audio:AudioSync",
+    "clap": "flow_grpo.rewards.scorers.clap:Clap",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
