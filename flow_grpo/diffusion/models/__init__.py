@@ -183,7 +183,7 @@ def check_model(
         size: Size of the samples.
         guidance: Guidance scales by config field.
         fewest_steps: Smallest number of sampling steps.
-        alternates: Whether processes can run different transformers; not with ZeRO-3 and FSDP1.
+        alternates: Whether processes can run different transformers; not with ZeRO-3 and FSDP.
     """
     adapter = find_adapter(model)
     parts = {"pipeline": DiffusionPipeline.load_config(model), **check_size(model, size)}
@@ -200,10 +200,10 @@ def check_model(
     has_two = parts["pipeline"].get("boundary_ratio") is not None
     if has_two and not alternates:  # ranks at different transformers would wait for each other
         raise UserError(
-            "has two transformers, which is incompatible with ZeRO-3 and FSDP1",
+            "has two transformers, which is incompatible with ZeRO-3 and FSDP",
             field="pretrained.model",
             value=model,
-            hint="use FSDP2, ZeRO-2 or DDP",
+            hint="use ZeRO-2 or DDP",
         )
     if (late := guidance.get(GUIDANCE_2_FIELD)) is not None and not (
         has_two and any(adapter.is_guided(g) for n, g in guidance.items() if n != GUIDANCE_2_FIELD)

@@ -524,8 +524,8 @@ def test_lora_of_another_number_of_transformers_is_rejected_before(
 
 
 @EXPERTS
-def test_zero3_and_fsdp1_do_not_shard_two_transformers(folder):
-    with raises_user_error("ZeRO-3", "FSDP1", field="pretrained.model", value=str(folder)):
+def test_two_transformers_are_not_sharded(folder):
+    with raises_user_error("ZeRO-3", "FSDP", field="pretrained.model", value=str(folder)):
         check_model(str(folder), Size(32, 32, 5), {}, 4, alternates=False)
 
 
