@@ -15,6 +15,7 @@ from flow_grpo.perf.quantization import FP8, NF4, check_precision, quantize_line
 from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
+from flow_grpo.rewards.turns import TURNS
 
 UNQUANTIZED = "none"
 QUANTIZATIONS = (UNQUANTIZED, FP8, NF4)
@@ -35,7 +36,9 @@ class FrozenModel(ABC):
     dtype: str = "float32"
     device: str = "cpu"
     batch_size: int = 16
-    offload: bool = False  # move the network to the CPU between epochs
+    offload: bool | str = (
+        False  # move the network to the CPU between epochs; TURNS: after each call
+    )
     quantize: str = UNQUANTIZED  # "fp8" or "nf4": the linear layers of `quantized_part`
 
     def __post_init__(self) -> None:
@@ -78,6 +81,9 @@ class FrozenModel(ABC):
     def _check_options(self) -> None:
         """Raise a UserError for an invalid dtype, batch size or device, or a missing GPU."""
         check_choice("dtype", self.dtype, DTYPES)
+        if self.offload not in (False, True, TURNS):
+            rule = f"must be True, False or {TURNS!r}"
+            raise UserError(rule, field="offload", value=self.offload)
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise UserError("must be an integer >= 1", field="batch_size", value=self.batch_size)
