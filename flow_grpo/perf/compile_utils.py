@@ -29,14 +29,19 @@ def missing_compile_dependency() -> str:
 
 
 @cache
-def compile_or_eager(function: Callable) -> Callable:
-    """Return a compiled version of a small function, for tensors of any size.
+def compile_or_eager(function: Callable, *, dynamic: bool | None = True) -> Callable:
+    """Return a compiled version of a small function.
 
     If compilation fails at a call, it logs a warning and is replaced by the function itself.
+
+    Args:
+        function: The function.
+        dynamic: Whether one version serves tensors of any size; None: only in those dimensions
+            that turn out to vary.
     """
     if missing_compile_dependency():
         return function
-    chosen = torch.compile(function, dynamic=True)
+    chosen = torch.compile(function, dynamic=dynamic)
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:

@@ -156,20 +156,28 @@ def _packed_attention(
 def _single_query_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention of one query per row, (rows, heads, 1, head_dim).
+    """Compute attention of one query per row in the form that transformers expects."""
+    out = attend_single_query(query, key, value, mask, settings["scaling"])
+    return out[:, None], None
+
+
+def attend_single_query(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Return attention, (rows, heads, D), of one query per row, (rows, heads, 1, D).
 
     Grouped-query attention either uses cuDNN, or treats the heads of a group as several queries of
     one head. Both read keys once instead of repeating them per head.
     """
     rows, heads, _, width = query.shape
-    scale, attend = settings["scaling"], functional.scaled_dot_product_attention
+    attend = functional.scaled_dot_product_attention
     if _can_use_cudnn_gqa(query, key, value, mask):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = attend(query, key, value, mask, scale=scale, enable_gqa=True)
     else:
         grouped = query.view(rows, key.shape[1], -1, width)
         out = attend(grouped, key, value, mask.expand(-1, -1, grouped.shape[2], -1), scale=scale)
-    return out.reshape(rows, 1, heads, width), None
+    return out.reshape(rows, heads, width)
 
 
 def _can_use_cudnn_gqa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
