@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flow_grpo.errors import first_line
-from flow_grpo.perf.compile_utils import compile_or_eager
+from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
 
@@ -110,7 +110,8 @@ def run_flex_attention(
     """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    attend = _compiled_flex_attention() if kind == "cuda" else flex_attention
+    compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
+    attend = _compiled_flex_attention() if compiled else flex_attention
     query, key, value = (x.to(dtype) for x in (query, key, value))
     return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
@@ -235,7 +236,7 @@ def single_query_attention(
     try:
         config._attn_implementation = SINGLE_QUERY_ATTENTION
         for file, function in rotary.items():
-            setattr(file, ROTARY_FUNCTION, compile_or_eager(function))
+            setattr(file, ROTARY_FUNCTION, compile_once(function))
         yield
     finally:
         config._attn_implementation = original

@@ -175,13 +175,16 @@ class FusedDecoder:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Compute one new token per row with `decoder_layer` in this context."""
+        compiled = {layer: vars(layer).get("forward") for layer in self.layers}  # for training
         for layer in self.layers:
             layer.forward = partial(self._forward, layer)
         try:
             yield
         finally:
-            for layer in self.layers:
+            for layer, original in compiled.items():
                 del layer.forward
+                if original is not None:
+                    layer.forward = original
 
     def _forward(
         self,
@@ -211,7 +214,7 @@ class FusedDecoder:
 
 def is_supported(layer: nn.Module) -> bool:
     """Return whether `decoder_layer` computes this layer, and its weights can be merged."""
-    if type(layer).__name__ not in LAYER_CLASSES or "forward" in vars(layer):
+    if type(layer).__name__ not in LAYER_CLASSES:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     return (

@@ -213,7 +213,7 @@ def test_unmergeable_lora_is_applied_in_sampling(family, prompts):
 
 
 def test_single_query_attention_is_restored_after_an_error(family, monkeypatch):
-    monkeypatch.setattr(attention, "compile_or_eager", partial)
+    monkeypatch.setattr(attention, "compile_once", partial)
     decoder = PolicyModel(small_vlm.build(family)).model.get_decoder()
     files, original = rotary_modules(decoder), decoder.config._attn_implementation
     assert files
