@@ -47,6 +47,7 @@ NAMES = {
     "wan2.2-a14b": "Wan 2.2, A14B",
     "wan2.1-1.3b": "Wan 2.1, 1.3B",
     "wan2.1-14b": "Wan 2.1, 14B",
+    "ltx-2.3": "LTX-2.3, 19B, with sound",
 }
 EMBEDDED_GUIDANCE = ("flux.1-dev", "flux.1-kontext-dev")  # one forward pass at any scale
 # Rows of the VLM tables: label, command, whether sampling is shown, whether it compares with TRL

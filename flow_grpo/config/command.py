@@ -36,6 +36,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",
     "reproduce": "Check, train, benchmark and publish a published task",
+    "rewards": "List the built-in rewards, or check that they work",
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",
     "train-vlm": "Train a vision-language model with online reinforcement learning",
