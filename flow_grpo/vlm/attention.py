@@ -106,17 +106,14 @@ def run_flex_attention(
 ) -> Tensor:
     """Return flex attention of query, key and value (B, heads, S, head_dim).
 
-    It is compiled on CUDA only; on a CPU it has no gradient. Keys and values are repeated for the
-    query heads that share them: the backward pass computes a block of keys per head at a time, and
-    a few heads do not occupy a GPU.
+    It is compiled on CUDA only; on a CPU it has no gradient.
     """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
     attend = _compiled_flex_attention() if compiled else flex_attention
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1).to(dtype) for x in (key, value))
-    return attend(query.to(dtype), key, value, block_mask=mask, scale=scale)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
