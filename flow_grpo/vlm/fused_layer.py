@@ -21,8 +21,7 @@ from transformers.activations import SiLUActivation
 
 from flow_grpo.perf.compile_utils import compile_or_eager
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
-from flow_grpo.perf.lora import cast_stochastic, is_plain_lora, merged_weight
-from flow_grpo.perf.quantization import Nf4Linear
+from flow_grpo.perf.lora import cast_stochastic, is_mergeable, merged_weight
 from flow_grpo.vlm.attention import attend_single_query
 
 # Layers of transformers that `decoder_layer` computes; Llama has no biases, Qwen3 normalizes heads.
@@ -236,8 +235,8 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
 def _is_dense(projection: nn.Module) -> bool:
     """Return whether a projection equals a product with one matrix, possibly with LoRA added."""
     if isinstance(projection, lora.LoraLayer):
-        return is_plain_lora(projection) and type(projection.base_layer) in (nn.Linear, Nf4Linear)
-    return type(projection) in (nn.Linear, Nf4Linear)
+        return is_mergeable(projection)
+    return type(projection) is nn.Linear
 
 
 def layer_weights(layer: nn.Module, dtype: torch.dtype) -> LayerWeights:
@@ -260,12 +259,13 @@ def layer_weights(layer: nn.Module, dtype: torch.dtype) -> LayerWeights:
 
 
 def dense_weight(projection: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of a projection in `dtype`, dequantized and with LoRA merged."""
-    base = getattr(projection, "base_layer", projection)
-    weight = base.dequantize() if isinstance(base, Nf4Linear) else base.weight
-    if isinstance(projection, lora.LoraLayer) and not projection.disable_adapters:
-        return cast_stochastic(merged_weight(projection, weight), dtype)
-    return weight.to(dtype)
+    """Return the matrix of a projection in `dtype`, with LoRA merged."""
+    if not isinstance(projection, lora.LoraLayer):
+        return projection.weight.to(dtype)
+    weight = projection.base_layer.weight
+    if projection.disable_adapters:
+        return weight.to(dtype)
+    return cast_stochastic(merged_weight(projection, weight), dtype)
 
 
 def layer_shape(layer: nn.Module) -> LayerShape:
