@@ -327,8 +327,8 @@ class VlmConfig(shared.SharedFields):
     )
     compile: bool = setting(
         False,
-        "Compile the decoder layers for training (GPU, bf16, weights not sharded): a fifth less time "
-        "per update, after about a minute at the start of a run.",
+        "Compile the decoder layers for training (GPU, bf16, weights not sharded): an update takes "
+        "a fifth less time, and the first one about a minute more.",
     )
     flex_attention: bool = setting(
         False,
