@@ -4,8 +4,8 @@
     python scripts/reward_env.py deqa
 
 The environment is a venv with the pinned packages of a lock file that ships with flow_grpo. A run
-with reward_servers={'deqa': 'env:deqa'} starts and stops a reward server in it. Repeating the
-command checks the environment, and makes it again if the lock file has changed.
+with --config.reward_servers="{'deqa': 'env:deqa'}" starts and stops a reward server in it.
+Repeating the command checks the environment, and makes it again if the lock file has changed.
 """
 
 import sys
