@@ -52,6 +52,7 @@ setup(
     package_data={
         "flow_grpo.benchmarks": ["protocols.toml"],
         "flow_grpo.rewards": ["cards.toml", "environments/*.txt"],
+        "flow_grpo.rewards.judges": ["published/*.txt"],
         "flow_grpo.report": ["*.html", "*.css", "scripts/*.js"],
         "flow_grpo.votes": ["*.html", "*.css", "*.js"],
         "reward_server": ["openapi.json"],

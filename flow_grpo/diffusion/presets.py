@@ -198,6 +198,25 @@ TINY: dict[str, FieldValues] = {
             BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
         },
     },
+    # The small model of video with sound learns color, direction and number of beeps.
+    "tiny_video": {
+        PARENT_KEY: "tiny_nft",
+        "pretrained": {"model": "assets/tiny-video"},
+        "width": 32,
+        "frames": 17,
+        "max_sequence_length": 16,  # as it was trained
+        "dataset": "dataset/moving_shapes",
+        "reward_fn": {"moving_shape": 1.0},
+        "train": {"learning_rate": 6e-4},
+        GPU: {"num_epochs": 36, "eval_freq": 4},
+        CPU: {
+            "num_epochs": 16,
+            "eval_freq": 4,
+            "sample": {"num_steps": 6, "solver": "dpm2"},
+            "nft": {"times": 2},
+            BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
+        },
+    },
     # Given images, such as preference pairs: --config.preferences=PATH; the prompts are evaluated.
     # Without it, the pairs of scripts/make_sign_pairs.py, or an error that says how to get them.
     "tiny_offline": {
