@@ -64,7 +64,7 @@ def servers(judge: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         command = " ".join(process.info["cmdline"] or ())
-        if "reward_server" in command and judge in command:
+        if "-m reward_server " in command and judge in command:
             found.append(process)
     return [each for each in found if each.info["status"] != psutil.STATUS_ZOMBIE]
 
@@ -82,13 +82,16 @@ def test_a_run_survives_the_death_of_its_judge_and_stops_it(
         eval_prompts=2,
         log_images=8,
     )
-    wait_until(lambda: len([*tmp_path.glob("call-*")]) == 3, 300)
-    before = servers(judge)
-    assert len(before) == 2
-    for each in before:
-        each.send_signal(signal.SIGKILL)
-    (tmp_path / "gate").touch()
-    stdout, stderr = process.communicate(timeout=300)
+    try:
+        wait_until(lambda: len([*tmp_path.glob("call-*")]) == 3, 300)
+        before = servers(judge)
+        assert len(before) == 2
+        for each in before:
+            each.send_signal(signal.SIGKILL)
+        (tmp_path / "gate").touch()
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
     assert process.returncode == 0, stderr
     assert "restarting it" in stdout
     rows = [row for row in train.metrics() if "reward/failed" in row]
@@ -107,9 +110,11 @@ def test_the_judge_ends_with_a_killed_run(short_runs, judge, tmp_path):
     train = Runner(tmp_path / "logs", **short_runs)
     options = f"{{'deqa': {{'model': {judge!r}, 'trust_remote_code': True}}}}"
     process = train.start(launcher=FORK_SERVER, **SERVED, reward_options=options, num_epochs=2)
-    wait_until(lambda: len([*tmp_path.glob("call-*")]) == 3, 300)
-    assert servers(judge)
-    process.send_signal(signal.SIGKILL)
+    try:
+        wait_until(lambda: len([*tmp_path.glob("call-*")]) == 3, 300)
+        assert servers(judge)
+    finally:
+        process.kill()
     process.communicate(timeout=60)
     wait_until(lambda: not servers(judge))
 

@@ -30,10 +30,11 @@ ROWS = [
     {"prompt": "d", "chosen": "black.png", "rejected": "dark.png", "kind": "hard"},
 ]
 REWARDS = """
-CALLS = []
+from pathlib import Path
 
 def bright(images, prompts, metadata):
-    CALLS.append(len(images))
+    with Path(__file__).with_name("calls").open("a") as calls:
+        calls.write(f"{len(images)}\\n")
     return [image.convert("L").getpixel((0, 0)) / 255 for image in images]
 
 def fails_on_black(images, prompts, metadata):
@@ -80,9 +81,8 @@ def test_images_are_scored_once_and_grouped_by_category(votes):
     assert (whole.accuracy, easy.accuracy, hard.accuracy) == (0.6, 1.0, 0.0)
     assert (whole.category, easy.category, easy.pairs) == ("all", "easy", 3)
     assert hard.interval[0] == 0 < hard.interval[1] < 1
-    from my_rewards import CALLS  # imported by its path
-
-    assert sum(CALLS) == 9  # white of prompt "a" is in two pairs
+    calls = (votes / "calls").read_text().split()
+    assert calls == ["3", "3", "3"]  # nine images: white of prompt "a" is in two pairs
 
 
 def test_a_pairwise_judge_gets_the_two_images_of_a_pair(votes):

@@ -27,7 +27,8 @@ from flow_grpo.rewards.workers.supervisor import KILL_SIGNAL
 log = logging.getLogger(__name__)
 
 START_TIMEOUT = 1800.0  # seconds; the server may download weights
-POLL_SECONDS = 2.0  # of one request for readiness
+POLL_SECONDS = 1.0  # timeout of one request for readiness, and the pause after it
+LOG_SECONDS = 30.0  # between two lines about a server that is not ready
 MIN_RESTART_DELAY, MAX_RESTART_DELAY = 1.0, 60.0  # seconds; doubles while the server keeps dying
 STOP_TIMEOUT = 10.0  # seconds for the supervisor to kill the server
 BACKLOG = 128
@@ -82,18 +83,29 @@ class EnvironmentServer:
             UserError: The server ended before it was ready, or takes too long.
         """
         deadline = time.monotonic() + START_TIMEOUT
+        next_line = time.monotonic() + LOG_SECONDS
         with requests.Session() as session:
             session.trust_env = False  # proxies are not for this machine
             while not self._ready:
                 if self._start_error:
                     raise UserError(self._start_error)
+                state = self._query(session)
                 if time.monotonic() > deadline:
-                    raise UserError(f"{self._name} is not ready after {START_TIMEOUT:g} s")
-                try:
-                    session.get(f"{self.url}/healthz", timeout=POLL_SECONDS)
-                    self._ready = True
-                except requests.RequestException:
-                    continue
+                    raise UserError(f"{self._name} is not ready after {START_TIMEOUT:g} s: {state}")
+                if time.monotonic() > next_line:
+                    log.info("waiting for %s: %s", self._name, state)
+                    next_line += LOG_SECONDS
+
+    def _query(self, session: requests.Session) -> str:
+        """Ask the server once whether it can score now; return why not."""
+        try:
+            response = session.get(f"{self.url}/readyz", timeout=POLL_SECONDS)
+        except requests.RequestException:
+            return "it is loading"
+        self._ready = response.status_code == requests.codes.ok
+        if not self._ready:
+            self._closed.wait(POLL_SECONDS)
+        return response.text[:200]
 
     def close(self) -> None:
         """Stop the server."""
