@@ -81,6 +81,7 @@ def test_a_run_survives_the_death_of_its_judge_and_stops_it(
         num_epochs=2,
         eval_prompts=2,
         log_images=8,
+        eval_freq=1,  # samples are saved in these epochs
     )
     try:
         wait_until(lambda: len([*tmp_path.glob("call-*")]) == 3, 300)
@@ -93,7 +94,7 @@ def test_a_run_survives_the_death_of_its_judge_and_stops_it(
     finally:
         process.kill()
     assert process.returncode == 0, stderr
-    assert "restarting it" in stdout
+    assert "restarting it" in stdout + stderr
     rows = [row for row in train.metrics() if "reward/failed" in row]
     assert [row["reward/failed"] for row in rows] == [0, 0]
     for epoch in (1, 2):
