@@ -116,6 +116,26 @@ def alignment_pairs() -> list[ExamplePair]:
     return pairs
 
 
+def question_pairs() -> list[ExamplePair]:
+    """Return the pairs of `alignment_pairs` with questions about them, as GenEval 2 has them."""
+    return [
+        ExamplePair(
+            pair.prompt,
+            pair.good,
+            pair.bad,
+            {
+                "vqa_list": [
+                    [f"How many {shape}s are in the image?", "one"],
+                    [f"Is the {shape} {color}?", "Yes"],
+                    [f"Are there any {shape}s in the image?", "Yes"],
+                ],
+                "skills": ["count", "attribute", "object"],
+            },
+        )
+        for pair, (shape, color, _) in zip(alignment_pairs(), SCENES, strict=True)
+    ]
+
+
 def quality_pairs() -> list[ExamplePair]:
     """Return crisp against degraded versions of the same image."""
     return [
@@ -404,6 +424,7 @@ EXAMPLES: dict[str, Callable[[], list[ExamplePair]]] = {
     "object": lambda: object_pairs("stop sign"),
     "overlong": overlong_pairs,
     "quality": quality_pairs,
+    "questions": question_pairs,
     "shape": lambda: object_pairs("circle"),
     "sign": sign_pairs,
     "silence": silence_pairs,

@@ -12,6 +12,7 @@ IMAGE_REWARDS = {
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "editscore": "flow_grpo.rewards.judges.edit_score:EditScore",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
+    "geneval2": "flow_grpo.rewards.scorers.geneval2:GenEval2",
     "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
     "human": "flow_grpo.rewards.judges.human:HumanVotes",
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",

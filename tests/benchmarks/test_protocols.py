@@ -71,11 +71,12 @@ def test_scorers_that_are_not_available_are_left_out_or_reported():
     available = dict.fromkeys(IMAGE_REWARDS, "")
     chosen = select_scorers(get_protocol("drawbench"), Overrides(), available)
     assert [*chosen] == ["pickscore", "hpsv2", "aesthetic", "imagereward"]
-    for name in ("geneval2", "dpg", "wise", "t2i_compbench", "geneval_official"):
+    for name in ("dpg", "wise", "t2i_compbench", "geneval_official"):
         with raises_user_error("custom_rewards", field="scorer", value=name):
             select_scorers(get_protocol(name), Overrides(), available)
     own = select_scorers(get_protocol("wise"), Overrides(), {"wise": "custom a:b"})
     assert own == {"wise": {}}
+    assert select_scorers(get_protocol("geneval2"), Overrides(), available) == {"geneval2": {}}
     with raises_user_error(field="scorer", value="hpsv3"):
         select_scorers(get_protocol("drawbench"), Overrides(scorers=["hpsv3"]), available)
 

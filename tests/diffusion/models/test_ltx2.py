@@ -174,6 +174,11 @@ def test_connectors_that_keep_padding_are_rejected(adapter, stream):
         LTX2Adapter(pipeline, max_sequence_length=TOKENS)
 
 
+def test_cuda_graphs_which_return_one_tensor_are_not_used(adapter):
+    adapter.apply_optimizations(fold=False, compiled=False, graphs=True)
+    assert not adapter.uses_cuda_graphs
+
+
 def test_latents_of_another_size_are_rejected(adapter):
     with pytest.raises(ValueError, match="tokens are not of Size"):
         adapter.decode(torch.zeros(1, 12, 16))
