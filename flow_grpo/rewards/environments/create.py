@@ -12,7 +12,6 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-import flow_grpo
 from flow_grpo.atomic_io import write_text_atomic
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.environments import RECORD, Environment
@@ -21,6 +20,7 @@ from flow_grpo.rewards.reward_check import check_reward
 from flow_grpo.rewards.workers.environment import EnvironmentServer, clean_variables
 
 PACKAGES = ("flow_grpo", "reward_server")  # linked into the environment
+PACKAGE_ROOT = Path(__file__).parents[3]
 VENV_FILE = "pyvenv.cfg"
 IMPORT_SCORER = "from flow_grpo.rewards.custom import import_scorer; import_scorer({!r}, {!r})"
 PROBE = "jpeg_compressibility"  # a reward that needs no model
@@ -46,7 +46,6 @@ def make_environment(
         record = {
             "lock": environment.checksum(),
             "inherit": inherit,
-            "flow_grpo": flow_grpo.__version__,
         }
         if environment.record() == record:
             log(f"{environment.folder} is up to date")
@@ -103,7 +102,7 @@ def _make(environment: Environment, python: str, inherit: bool, log: Log) -> Non
     _run([python, "-m", "venv", *pip, str(folder)], "venv")
     site = _site_packages(environment)
     for name in PACKAGES:
-        (site / name).symlink_to(Path(flow_grpo.__file__).parents[1] / name)
+        (site / name).symlink_to(PACKAGE_ROOT / name)
     if inherit:
         (site / "inherited.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
         return
