@@ -82,6 +82,7 @@ def main() -> None:
     )
     convert.add_argument("source", type=Path, metavar="IN", help="file of torch.save")
     convert.add_argument("target", type=Path, metavar="OUT", help="new .safetensors file")
+    convert.add_argument("--sha256", default="", metavar="DIGEST", help="expected checksum of IN")
     args = parser.parse_args()
     if args.command:
         command_line.set_up_logging()  # imports transformers, which the list does not need
@@ -332,15 +333,11 @@ def draw_agreement(path: Path, agreements: "list[RewardAgreement]") -> None:
 
 def convert_file(args: Namespace) -> None:
     """Convert pickled weights and print the checksums."""
-    from flow_grpo.rewards.convert import convert_weights
+    from flow_grpo.rewards.convert_weights import convert_weights
 
-    done = convert_weights(args.source, args.target)
-    lines = [f"{done.source_sha256}  {args.source}", f"{done.target_sha256}  {args.target}"]
-    lines.append(f"{done.tensors} tensors with {done.parameters:,} values")
-    if done.left_out:
-        shown = ", ".join(done.left_out[:5]) + (", ..." if len(done.left_out) > 5 else "")
-        lines.append(f"left out, because they are not tensors of the model: {shown}")
-    print_text("\n".join(lines))
+    digests = convert_weights(args.source, args.target, args.sha256)
+    paths = (args.source, args.target)
+    print_text("\n".join(f"{d}  {path}" for d, path in zip(digests, paths, strict=True)))
 
 
 if __name__ == "__main__":
