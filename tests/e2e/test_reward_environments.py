@@ -96,11 +96,11 @@ def test_a_run_survives_the_death_of_its_judge_and_stops_it(
     assert process.returncode == 0, stderr
     assert "restarting it" in stdout + stderr
     rows = [row for row in train.metrics() if "reward/failed" in row]
-    assert [row["reward/failed"] for row in rows] == [0, 0]
+    assert [(row["reward/failed"], row["reward/samples"]) for row in rows] == [(0, 8), (0, 8)]
     for epoch in (1, 2):
         folder = train.logdir / f"run/samples/train-{epoch:05d}"
         samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-        assert len(samples) == 8
+        assert samples
         for sample in samples:
             mean = np.asarray(Image.open(folder / sample["file"]).convert("RGB")).mean() / 255
             assert sample["deqa"] == pytest.approx((1 + 4 * mean) / 5, abs=2e-3)
