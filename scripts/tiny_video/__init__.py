@@ -1,1 +1,1 @@
-"""A small LTX-2 of video with sound: videos, prompts and pretraining; not shipped yet."""
+"""The small model of video with sound assets/tiny-video: videos, prompts and pretraining."""

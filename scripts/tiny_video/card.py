@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from diffusers import LTX2Pipeline
 from PIL import Image
-from tiny.saving import format_parameters
+from tiny.saving import describe_device, format_parameters
 
 from flow_grpo.audio import Audio
 from flow_grpo.report.grid import image_grid
@@ -83,7 +83,8 @@ def write_card(
     counts = {name: getattr(pipeline, name).num_parameters() for name in COMPONENTS}
     values = {
         "sizes": format_parameters(counts),
-        "minutes": f"{minutes:.0f}",
+        "minutes": f"{minutes:.1f}",
+        "device": describe_device(torch.device(args.device)),
         "steps": ", ".join(f"{name} {rows[-1]['step'] + 1}" for name, rows in log.items()),
         "prompts": args.eval_prompts,
         "sampling": SAMPLING_STEPS,
@@ -112,8 +113,8 @@ _PARAGRAPHS = {
         "direction and {wrong_beeps} another number of beeps."
     ),
     "recipe": (
-        "This took {minutes} minutes on a CPU. Steps of each stage: {steps}. The video VAE "
-        "is trained with 4 videos per step and noise on its latents; then the audio VAE "
+        "This took {minutes} minutes on {device}. Steps of each stage: {steps}. The video VAE "
+        "is trained with noise on its latents; then the audio VAE "
         "on log-mel spectrograms of 16 bins, and the vocoder on what it decodes; then the "
         "transformer and the connectors by flow matching. The text encoder is random: it only "
         "tells words apart. Weights are averaged and stored in half precision. Losses are in "

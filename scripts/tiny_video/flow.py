@@ -1,21 +1,24 @@
 """Flow matching of the small video model: latents encoded once, prompts with some wrong videos."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from diffusers import LTX2Pipeline
+from tiny.graphs import capture_cuda_graph
 from tiny.loop import Learner, fit
 from torch import Tensor
 
 from tiny_video.model import TEXT_LENGTH
 from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS, Task, split_tasks
-from tiny_video.videos import FPS, log_mel, render, sound_of
+from tiny_video.videos import FPS, beep_waves, draw, draw_indices, draw_normal, log_mel, render
 
-VIDEOS, SOUNDS = 48, 64  # per colour and direction, and per number of beeps
+SOUNDS = 512  # per number of beeps
 SIGMA_MEAN, SIGMA_SPREAD = 0.5, 1.2  # of the logit of sigma
 AUDIO_WEIGHT = 0.5
-EMA_DECAY = 0.995
+EMA_DECAY = 0.998
+WATCH_EVERY = 1000  # steps
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Pool:
         self,
         pipeline: LTX2Pipeline,
         generator: torch.Generator,
-        videos: int = VIDEOS,
+        videos: int,
         sounds: int = SOUNDS,
     ) -> None:
         parts = [
@@ -49,8 +52,8 @@ class Pool:
         )
         self.grid = encoded.shape[3:]  # frames, rows, columns
         self.videos = normalize(pipeline.vae, encoded.flatten(3).transpose(2, 3))
-        heard = [[Task(COLOURS[0], DIRECTIONS[0], n)] * sounds for n in COUNTS]
-        mels = torch.stack([log_mel(sound_of(part, generator)) for part in heard])
+        heard = [torch.full((sounds,), number) for number in COUNTS]
+        mels = torch.stack([log_mel(beep_waves(part, generator)) for part in heard])
         latents = pipeline.audio_vae.encode(mels.flatten(0, 1)).latent_dist.mode()
         latents = latents.transpose(1, 2).flatten(2).unflatten(0, mels.shape[:2])
         self.sounds = normalize(pipeline.audio_vae, latents)
@@ -59,7 +62,7 @@ class Pool:
             [task.text for task in tasks],
             do_classifier_free_guidance=False,
             max_sequence_length=TEXT_LENGTH,
-            device="cpu",
+            device=generator.device,
         )
         rows = [
             (
@@ -69,20 +72,20 @@ class Pool:
             )
             for task in tasks
         ]
-        self.tasks = torch.tensor(rows)
+        self.tasks = torch.tensor(rows, device=generator.device)
 
     def batch(
         self, size: int, wrong: Wrong, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return video latents, audio latents and the indices of their prompts."""
-        row = torch.randint(len(self.tasks), (size,), generator=generator)
+        row = draw_indices(len(self.tasks), size, generator)
         colour, direction, beeps = self.tasks[row].unbind(1)
         colour = _corrupt(colour, len(COLOURS), wrong.color, generator)
         direction = _corrupt(direction, len(DIRECTIONS), wrong.direction, generator)
         beeps = _corrupt(beeps, len(COUNTS), wrong.beeps, generator)
         kind = colour * len(DIRECTIONS) + direction
-        number = torch.randint(self.videos.shape[1], (size,), generator=generator)
-        sound = torch.randint(self.sounds.shape[1], (size,), generator=generator)
+        number = draw_indices(self.videos.shape[1], size, generator)
+        sound = draw_indices(self.sounds.shape[1], size, generator)
         return self.videos[kind, number], self.sounds[beeps, sound], row
 
 
@@ -96,8 +99,8 @@ def normalize(vae: torch.nn.Module, latents: Tensor) -> Tensor:
 
 def _corrupt(values: Tensor, count: int, share: float, generator: torch.Generator) -> Tensor:
     """Replace a share of the values, integers below `count`, by other ones."""
-    other = values + 1 + torch.randint(count - 1, values.shape, generator=generator)
-    is_wrong = torch.rand(values.shape, generator=generator) < share
+    other = values + 1 + draw_indices(count - 1, len(values), generator)
+    is_wrong = draw(values.shape, generator) < share
     return torch.where(is_wrong, other % count, values)
 
 
@@ -111,19 +114,39 @@ def train_flow(
     steps: int,
     seconds: float,
     peak_lr: float,
+    watch: Callable[[int], None] = lambda step: None,
 ) -> list[dict]:
-    """Train connectors and transformer; the text encoder stays random."""
+    """Train connectors and transformer; the text encoder stays random.
+
+    Args:
+        pipeline: Its transformer and connectors are trained in place.
+        pool: The latents and prompts.
+        generator: Draws the batches.
+        wrong: Fractions of wrong videos and sounds.
+        batch: Number of videos per step.
+        steps: Maximum number of steps.
+        seconds: Time limit.
+        peak_lr: Largest learning rate.
+        watch: Called every thousand steps, with the averaged weights in place.
+    """
     transformer, connectors = pipeline.transformer, pipeline.connectors
     learner = Learner([*transformer.parameters(), *connectors.parameters()], EMA_DECAY)
-    frames, height, width = pool.grid
+    # Prepared in advance: a CUDA graph cannot copy constants to the GPU.
+    coords = {
+        "video_coords": transformer.rope.prepare_video_coords(
+            batch, *pool.grid, generator.device, fps=FPS
+        ),
+        "audio_coords": transformer.audio_rope.prepare_audio_coords(
+            batch, pool.sounds.shape[2], generator.device
+        ),
+    }
 
-    def step() -> Tensor:
+    def step(generator: torch.Generator) -> Tensor:
         learner.begin()
         video, sound, row = pool.batch(batch, wrong, generator)
-        logit = SIGMA_MEAN + SIGMA_SPREAD * torch.randn(batch, generator=generator)
-        sigma = torch.sigmoid(logit)
-        noise = torch.randn(video.shape, generator=generator)
-        sound_noise = torch.randn(sound.shape, generator=generator)
+        sigma = torch.sigmoid(SIGMA_MEAN + SIGMA_SPREAD * draw_normal(batch, generator))
+        noise = draw_normal(video.shape, generator)
+        sound_noise = draw_normal(sound.shape, generator)
         embeds, audio_embeds, _ = connectors(
             pool.states[row], pool.mask[row], padding_side=pipeline.tokenizer.padding_side
         )
@@ -136,11 +159,7 @@ def train_flow(
             timestep=timestep,
             audio_timestep=timestep,
             sigma=timestep,
-            num_frames=frames,
-            height=height,
-            width=width,
-            fps=FPS,
-            audio_num_frames=sound.shape[1],
+            **coords,
             use_cross_timestep=True,
             return_dict=False,
         )
@@ -149,9 +168,20 @@ def train_flow(
         learner.update(loss)
         return loss.detach()
 
+    train_step = capture_cuda_graph(step, generator)
+
+    def step_at(number: int) -> Callable[[], Tensor]:
+        if number and number % WATCH_EVERY == 0:
+            trained = [parameter.detach().clone() for parameter in learner.parameters]
+            learner.use_average()
+            watch(number)
+            with torch.no_grad():
+                torch._foreach_copy_(learner.parameters, trained)
+        return train_step
+
     log = fit(
         learner,
-        lambda _: step,
+        step_at,
         steps=steps,
         seconds=seconds,
         peak_lr=peak_lr,

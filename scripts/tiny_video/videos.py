@@ -1,6 +1,7 @@
 """Synthetic videos of a moving circle, and the sound of beeps, in a few tensor operations."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,22 +22,38 @@ RAMP_SECONDS, AMPLITUDE = 0.005, 0.6
 MIN_MEL = 1e-5
 
 
+def draw(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return uniform random numbers on the generator's device."""
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
+def draw_normal(shape: int | Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return normal random numbers on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def draw_indices(below: int, size: int, generator: torch.Generator) -> Tensor:
+    """Return random integers of at least 0 on the generator's device."""
+    return torch.randint(below, (size,), generator=generator, device=generator.device)
+
+
 def circle_masks(directions: Tensor, generator: torch.Generator) -> Tensor:
     """Return the coverage of each pixel by a circle that moves, at a random place.
 
     Args:
         directions: (B,) indices of `DIRECTIONS`.
-        generator: Draws the places.
+        generator: Draws the places, on its device.
 
     Returns:
         (B, F, 32, 32) in [0, 1].
     """
-    step = STEPS[directions]
+    device = generator.device
+    step = STEPS.to(device)[directions.to(device)]
     free = (SIZE - DIAMETER - step.abs() * TRAVEL - 1) / 2  # from the center, (B, 2)
-    middle = SIZE / 2 + free * (2 * torch.rand(step.shape, generator=generator) - 1)
-    time = torch.linspace(-0.5, 0.5, FRAMES)
+    middle = SIZE / 2 + free * (2 * draw(step.shape, generator) - 1)
+    time = torch.linspace(-0.5, 0.5, FRAMES, device=device)
     center = middle[:, None] + TRAVEL * time[:, None] * step[:, None]  # (B, F, 2)
-    grid = torch.arange(SIZE) + 0.5
+    grid = torch.arange(SIZE, device=device) + 0.5
     x, y = (grid - center[..., i : i + 1] for i in (0, 1))  # (B, F, 32)
     distance = (x[..., None, :].square() + y[..., :, None].square()).sqrt()
     return (DIAMETER / 2 - distance + 0.5).clamp(0, 1)
@@ -45,7 +62,7 @@ def circle_masks(directions: Tensor, generator: torch.Generator) -> Tensor:
 def render(tasks: list[Task], generator: torch.Generator) -> Tensor:
     """Return videos of tasks at random places, (B, 3, F, 32, 32) in [0, 1]."""
     directions = torch.tensor([DIRECTIONS.index(task.direction) for task in tasks])
-    colours = torch.tensor([RGB[task.color] for task in tasks])
+    colours = torch.tensor([RGB[task.color] for task in tasks], device=generator.device)
     return compose(circle_masks(directions, generator), colours)
 
 
@@ -61,10 +78,11 @@ def compose(masks: Tensor, colours: Tensor) -> Tensor:
 
 def beep_waves(counts: Tensor, generator: torch.Generator) -> Tensor:
     """Return waveforms (B, samples) of `counts` beeps (B,) that start at a random time."""
-    time = torch.arange(MEL_FRAMES * HOP) / SAMPLE_RATE
+    counts = counts.to(generator.device)
+    time = torch.arange(MEL_FRAMES * HOP, device=counts.device) / SAMPLE_RATE
     total = MEL_FRAMES * HOP / SAMPLE_RATE
     lasting = (counts - 1) * PERIOD_SECONDS + BEEP_SECONDS
-    start = 0.02 + (total - 0.03 - lasting) * torch.rand(len(counts), generator=generator)
+    start = 0.02 + (total - 0.03 - lasting) * draw(counts.shape, generator)
     since = time - start[:, None]
     number = (since / PERIOD_SECONDS).floor()
     within = since - number * PERIOD_SECONDS
@@ -86,8 +104,8 @@ def mel_filters() -> Tensor:
 
 def log_mel(waves: Tensor) -> Tensor:
     """Return log-mel spectrograms (B, 2, 69, bins), both channels equal, of waves (B, samples)."""
-    spectrum = torch.stft(
-        waves, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True
-    ).abs()[..., :MEL_FRAMES]
-    mel = (mel_filters() @ spectrum).clamp(min=MIN_MEL).log()
+    window = torch.hann_window(WINDOW, device=waves.device)
+    spectrum = torch.stft(waves, WINDOW, HOP, window=window, return_complex=True).abs()
+    filters = mel_filters().to(waves.device)
+    mel = (filters @ spectrum[..., :MEL_FRAMES]).clamp(min=MIN_MEL).log()
     return mel.transpose(1, 2)[:, None].repeat(1, 2, 1, 1)

@@ -22,6 +22,7 @@ class FullSizeModel:
     transformer: dict[str, Any]
     vae: dict[str, Any] = field(default_factory=dict)  # where they differ from the class defaults
     text: dict[str, Any] = field(default_factory=dict)  # arguments of the small family's `build`
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)  # config of further components
 
 
 KL_VAE = {
@@ -55,6 +56,36 @@ WAN22_VAE = {
     "out_channels": 12,
     "patch_size": 2,
     "scale_factor_spatial": 16,
+}
+# The connectors project the hidden states of the small text encoder to the width of each stream;
+# they have one layer instead of eight.
+LTX23 = {
+    "gated_attn": True,
+    "cross_attn_mod": True,
+    "audio_gated_attn": True,
+    "audio_cross_attn_mod": True,
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+    "rope_type": "split",
+}
+LTX23_CONNECTORS = {
+    "caption_channels": 32,
+    "text_proj_in_factor": 3,
+    "video_connector_num_attention_heads": 32,
+    "video_connector_num_layers": 1,
+    "video_gated_attn": True,
+    "audio_connector_num_attention_heads": 32,
+    "audio_connector_attention_head_dim": 64,
+    "audio_connector_num_layers": 1,
+    "audio_gated_attn": True,
+    "rope_type": "split",
+    "per_modality_projections": True,
+    "proj_bias": True,
+}
+LTX2_VAE = {
+    "decoder_causal": False,
+    "spatial_compression_ratio": 32,
+    "temporal_compression_ratio": 8,
 }
 
 
@@ -162,6 +193,12 @@ FULL = {
     ),
     "wan2.1-14b": FullSizeModel("wan", WAN_14B, text={**SHORT, "text_width": 4096}),
     "wan2.2-a14b": FullSizeModel("wan22_a14b", WAN_14B, text={**SHORT, "text_width": 4096}),
+    "ltx-2.3": FullSizeModel(
+        "ltx2",
+        LTX23,
+        LTX2_VAE,
+        more={"connectors": LTX23_CONNECTORS, "audio_vae": {}, "vocoder": {}},
+    ),
 }
 
 
@@ -180,7 +217,8 @@ def build(
         for part in ("transformer", "transformer_2"):
             if parts.get(part) is not None:
                 parts[part] = type(parts[part])(**full.transformer)
-        parts["vae"] = type(parts["vae"])(**full.vae)
+        for part, config in {"vae": full.vae, **full.more}.items():
+            parts[part] = type(parts[part])(**config)
     names = ("boundary_ratio", "expand_timesteps")
     settings = {k: v for k, v in pipeline.config.items() if k in names}
     return type(pipeline)(**parts, **settings)

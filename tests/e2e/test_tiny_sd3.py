@@ -2,6 +2,7 @@
 
 import json
 import time
+import wave
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -14,12 +15,14 @@ from runner import ROOT, run_script, torchrun
 from flow_grpo.report.run_reader import read_sample_records
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 
-MODEL, EDITOR = ROOT / "assets" / "tiny-sd3", ROOT / "assets" / "tiny-edit"
+MODEL, EDITOR, VIDEO = (ROOT / "assets" / f"tiny-{name}" for name in ("sd3", "edit", "video"))
 TINY_OCR = "config/grpo.py:tiny_ocr"
 QUICKSTART = "config/grpo.py:tiny_awm"
 
 
-@pytest.mark.parametrize(("model", "max_bytes"), [(MODEL, 16 * 2**20), (EDITOR, 6 * 10**6)])
+@pytest.mark.parametrize(
+    ("model", "max_bytes"), [(MODEL, 16 * 2**20), (EDITOR, 6 * 10**6), (VIDEO, 7 * 10**6)]
+)
 def test_a_model_of_the_repository_is_small(model, max_bytes):
     sizes = [p.stat().st_size for p in model.rglob("*") if p.is_file()]
     assert sum(sizes) <= max_bytes
@@ -135,6 +138,26 @@ def test_the_image_editing_model_trains_with_its_preset(run, tmp_path):
     means = json.loads((evaluated / "results.json").read_text())["means"]
     assert means["geneval/kept"] == pytest.approx(last["eval/geneval/kept"])
     assert "pipeline_tag: image-to-image" in (exported / "README.md").read_text()
+
+
+def test_the_video_model_trains_with_its_preset(run):
+    fields = {"num_epochs": 1, "eval_freq": 1, "eval_prompts": 16, "log_images": 4}
+    sizes = dict.fromkeys(("sample__train_batch_size", "train__batch_size"), 8)
+    groups = {"sample__num_image_per_prompt": 4, "sample__num_batches_per_epoch": 2}
+    steps = {"train__gradient_accumulation_steps": 1, "sample__num_steps": 3}
+    done = run(config="config/grpo.py:tiny_video", **fields, **sizes, **groups, **steps)
+    assert done.returncode == 0, done.stderr
+    before, after = run.metrics()
+    assert 0.2 <= before["eval/moving_shape"] <= 0.8
+    assert before["eval/moving_shape/shape"] == 1.0
+    assert after["step"] == 2
+    assert after["reward/failed"] == 0
+    assert after["train/grad_norm"] > 0
+    for record in read_sample_records(run.logdir / "run/samples/train-00001", 4):
+        assert set(record.scores.values()) <= {0.0, 1.0}
+        with wave.open(str(record.audio)) as sound:
+            assert sound.getframerate() == 8000
+            assert 0.6 < sound.getnframes() / 8000 < 0.8
 
 
 def test_a_prompt_that_ocr_cannot_score_is_rejected_before_training(run, tmp_path):

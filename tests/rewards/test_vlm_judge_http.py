@@ -90,7 +90,8 @@ def test_an_unreadable_image_does_not_affect_the_others(tmp_path):
 def test_the_question_contains_the_unchanged_prompt(text):
     for judge, options in ((QwenVl, {}), (UnifiedReward, {}), (UnifiedReward, {"form": "axes"})):
         with OpenAiServer() as server:
-            score(connect(judge, server, max_tokens=77, **options), prompts=[text])
+            options = {"max_tokens": 77, "wording": "alternative", **options}
+            score(connect(judge, server, **options), prompts=[text])
         [question] = server.requests
         assert f"\n{text}\n" in question.text
         assert question.max_tokens == 77
@@ -99,7 +100,7 @@ def test_the_question_contains_the_unchanged_prompt(text):
 def test_the_questions_ask_for_the_format_that_is_parsed():
     with OpenAiServer() as server:
         for judge, form in ((QwenVl, {}), (UnifiedReward, {}), (UnifiedReward, {"form": "axes"})):
-            score(connect(judge, server, **form))
+            score(connect(judge, server, wording="alternative", **form))
     plain, final, axes = [question.text.splitlines() for question in server.requests]
     assert plain[-1] == "Score: X"
     assert final[-1] == "Final Score: X"

@@ -86,12 +86,14 @@ def test_unifiedreward_weights_its_axes():
     ],
 )
 def test_qwenvl_ocr_scores_like_the_ocr_reward(answer, read):
-    assert graded(QwenVlOcr, answer) == (ocr_score(read, "CAT"), {})
+    assert graded(QwenVlOcr, answer, wording="alternative") == (ocr_score(read, "CAT"), {})
 
 
 def test_no_text_is_not_read_as_the_words_no_text():
     with OpenAiServer(lambda question: "[no text]") as server:
-        scores, _ = score(connect(QwenVlOcr, server), prompts=['a sign "no text"'])
+        scores, _ = score(
+            connect(QwenVlOcr, server, wording="alternative"), prompts=['a sign "no text"']
+        )
     assert scores == [0.0]
 
 

@@ -18,8 +18,10 @@ from vlm_judges import (
 
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards.judges.edit_score import EditScore
 from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
 from flow_grpo.rewards.judges.unified_reward import UnifiedReward
+from flow_grpo.rewards.judges.unified_reward_pair import UnifiedRewardPair
 from flow_grpo.rewards.judges.vie_score import VieScore
 
 
@@ -35,7 +37,7 @@ def test_server_and_model_come_from_the_environment(judge, url_env, model_env, s
         monkeypatch.setenv(url_env, server.url + suffix)
         monkeypatch.setenv(model_env, MODEL)
         [value], _ = score(judge(policy=FailurePolicy(retries=0)))
-        assert len(server.requests) == (2 if judge is VieScore else 1)
+        assert len(server.requests) == (2 if judge in (VieScore, EditScore) else 1)
         assert server.malformed == []
     assert not math.isnan(value)
 
@@ -77,6 +79,14 @@ def test_an_invalid_url_is_reported_with_its_source(monkeypatch):
         (QwenVl, {"concurrency": 0}, "integer"),
         (QwenVl, {"max_tokens": 0.5}, "integer"),
         (QwenVl, {"url": ["http://a"]}, "string"),
+        (QwenVl, {"wording": "best"}, "published, alternative"),
+        (UnifiedReward, {"form": "axes", "wording": "flow_grpo"}, "published, word_scores"),
+        (VieScore, {"wording": "published"}, "alternative"),
+        (QwenVl, {"unparsed": "zero"}, "fail, published"),
+        (QwenVl, {"wording": "alternative", "unparsed": "published"}, "no published code"),
+        (UnifiedRewardPair, {"form": "best"}, "final, axes, think, flex"),
+        (EditScore, {"backbone": "llava"}, "qwen25vl, qwen3vl"),
+        (EditScore, {"passes": 0}, "integer"),
         (UnifiedReward, {"form": "best"}, "final, axes"),
         (UnifiedReward, {"weights": {"style": 1}}, "form='axes'"),
         (UnifiedReward, {"form": "axes", "weights": {"beauty": 1}}, "alignment, coherence"),

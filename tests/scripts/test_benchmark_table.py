@@ -72,3 +72,10 @@ def test_full_encoders_have_as_many_parameters_as_the_published_ones(model, bill
     counts = [sum(p.numel() for p in each) / 1e9 for each in parameters]
     assert counts == pytest.approx(billions, rel=3e-3)
     assert {p.dtype for each in parameters for p in each} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("model", "billions"), [("wan2.1-1.3b", 1.419), ("ltx-2.3", 18.99)])
+def test_full_transformers_have_as_many_parameters_as_the_published_ones(model, billions):
+    transformer = build(model, torch.device("meta"), torch.bfloat16).transformer
+    count = sum(p.numel() for p in transformer.parameters()) / 1e9
+    assert count == pytest.approx(billions, rel=1e-3)

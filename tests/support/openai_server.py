@@ -25,6 +25,9 @@ class ChatRequest:
     images: list[Image.Image]
     max_tokens: int
     authorization: str | None = None
+    system: str | None = None
+    layout: tuple[str, ...] = ()  # texts of the user's message; "" stands for an image
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def image(self) -> Image.Image:
@@ -210,18 +213,30 @@ def parse_request(path: str, headers: Any, body: bytes) -> ChatRequest:
     require(path == "/v1/chat/completions", f"path {path}")
     require(headers["Content-Type"] == "application/json", f"type {headers['Content-Type']}")
     request = json.loads(body)
+    sampling = {name: request.pop(name) for name in ("top_p", "top_k", "seed") if name in request}
     require(set(request) == {"model", "messages", "temperature", "max_tokens"}, f"{set(request)}")
     require(request["model"] == MODEL, f"model {request['model']!r} does not exist")
-    require(request["temperature"] == 0, f"temperature {request['temperature']}")
+    temperature = request["temperature"]
+    require(temperature == 0 or ("seed" in sampling and temperature > 0), f"{temperature}")
     require(type(request["max_tokens"]) is int and request["max_tokens"] > 0, "max_tokens")
-    [message] = request["messages"]
+    *system, message = request["messages"]
     require(set(message) == {"role", "content"} and message["role"] == "user", f"{message}")
-    *parts, text = sorted(message["content"], key=lambda part: part["type"])
-    require(text["type"] == "text" and set(text) == {"type", "text"}, "text")
-    require(isinstance(text["text"], str) and bool(text["text"].strip()), "no text")
-    require(bool(parts), "no image")
-    images = [parse_image(part) for part in parts]
-    return ChatRequest(text["text"], images, request["max_tokens"], headers["Authorization"])
+    require([each["role"] for each in system] in ([], ["system"]), f"{system}")
+    texts = [part for part in message["content"] if part["type"] == "text"]
+    require(all(set(text) == {"type", "text"} for text in texts), "text")
+    require(all(isinstance(part["text"], str) and part["text"].strip() for part in texts), "text")
+    require(message["content"][-1] in texts, "the question is not the last part")
+    images = [parse_image(part) for part in message["content"] if part not in texts]
+    require(bool(images), "no image")
+    return ChatRequest(
+        texts[-1]["text"],
+        images,
+        request["max_tokens"],
+        headers["Authorization"],
+        system[0]["content"] if system else None,
+        tuple(part.get("text", "") for part in message["content"]),
+        {**sampling, "temperature": temperature},
+    )
 
 
 def parse_image(part: dict) -> Image.Image:

@@ -6,6 +6,7 @@ from PIL import Image
 from sign_images import prompt
 
 from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards.judges.edit_score import EditScore
 from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
 from flow_grpo.rewards.judges.unified_reward import UnifiedReward
 from flow_grpo.rewards.judges.vie_score import VieScore
@@ -15,12 +16,13 @@ JUDGES = [
     ("QwenVlOcr", QwenVlOcr, "QWEN_VL_OCR_VLLM_URL", "QWEN_VL_OCR_PATH"),
     ("QwenVl", QwenVl, "QWEN_VL_VLLM_URL", "QWEN_VL_PATH"),
     ("UnifiedReward", UnifiedReward, "UNIFIED_REWARD_VLLM_URL", "UNIFIED_REWARD_PATH"),
+    ("EditScore", EditScore, "EDITSCORE_URL", "EDITSCORE_MODEL"),
     ("VieScore", VieScore, "VIESCORE_URL", "VIESCORE_MODEL"),
 ]
 every_judge = pytest.mark.parametrize(
     ("judge", "url_env", "model_env"), [each[1:] for each in JUDGES], ids=[j[0] for j in JUDGES]
 )
-ANY_RESPONSE = "Success: 3\nKept: 3\nNaturalness: 3\nCleanness: 3\nFinal Score: 3"
+ANY_RESPONSE = "Success: 3\nKept: 3\nNaturalness: 3\nCleanness: 3\nFinal Score: 3\n{score: [5, 6]}"
 AXES_RESPONSE = "Alignment Score (1-5): 4\nCoherence Score (1-5): 2.5\nStyle Score (1-5): 1"
 
 

@@ -8,9 +8,10 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from PIL import Image
@@ -26,6 +27,8 @@ from flow_grpo.rewards.failure import (
 from flow_grpo.rewards.frames import encode_png_base64
 from flow_grpo.rewards.judges import templates
 from flow_grpo.rewards.judges.templates import JudgeReply, NoScoreError
+from flow_grpo.rewards.judges.wordings import PUBLISHED, Wording
+from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
 from flow_grpo.rewards.workers import map_in_threads
 from flow_grpo.rewards.workers.http import (
@@ -40,22 +43,24 @@ JudgedScore = tuple[float, dict[str, float]]  # score, extra values to log
 
 CHAT_PATH = "/v1/chat/completions"
 PROMPT_PLACEHOLDER = "{prompt}"
+FAIL = "fail"
+UNPARSED = "unparsed"  # extra value: 1 for a reply without a score, 0 for others
 
 
 @dataclass(kw_only=True, eq=False)
 class ChatJudge(Scorer):
     """Asks a model about each image and parses its reply into a score.
 
-    Fields are the reward's options. `question` replaces the default wording, for example by the
-    one a model was trained on; "{prompt}" is replaced by the prompt, and the reply must have the
-    format that the default question asks for.
+    Fields are the reward's options. `question` replaces the question of the `wording`; "{prompt}"
+    is replaced by the prompt, and the reply must have the format that the wording asks for.
     """
 
     name: ClassVar[str]  # in the registry, for messages
     url_env: ClassVar[str]
     model_env: ClassVar[str]
-    default_question: ClassVar[str]
+    wordings: ClassVar[Mapping[str, Wording]]  # the first is the default
     extras: ClassVar[tuple[str, ...]] = ()  # names of the extra values that `parse` returns
+    sampling: ClassVar[Mapping[str, float]] = MappingProxyType({"temperature": 0})
     required_packages: ClassVar[tuple[str, ...]] = ()  # optional dependencies
     images_per_question: ClassVar[int] = 1
     handles_retries: ClassVar[bool] = True
@@ -64,8 +69,10 @@ class ChatJudge(Scorer):
     model: str | None = None  # name under which it is served; for vLLM usually its path
     api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the servers' key
     concurrency: int = 16  # concurrent requests
-    max_tokens: int = 512  # per reply, reasoning included
+    max_tokens: int | None = None  # per reply, reasoning included; None: that of the wording
     question: str | None = None
+    wording: str | None = None  # one of `wordings`
+    unparsed: str = FAIL  # "published": the score that the authors give to a reply without one
     policy: FailurePolicy = DEFAULT_POLICY  # retries per image, timeout of a whole call
 
     def __post_init__(self) -> None:
@@ -77,14 +84,21 @@ class ChatJudge(Scorer):
                     field=f"reward {self.name!r}",
                     hint=f"pip install {package}",
                 )
+        self.wording = next(iter(self.wordings)) if self.wording is None else self.wording
+        check_choice(self._option_path("wording"), self.wording, self.wordings)
+        self._wording = self.wordings[self.wording]
+        self._check_unparsed()
+        self.max_tokens = self._wording.max_tokens if self.max_tokens is None else self.max_tokens
         for option in ("concurrency", "max_tokens"):
             number = getattr(self, option)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UserError(
                     "must be an integer >= 1", field=self._option_path(option), value=number
                 )
-        self.question = self.default_question if self.question is None else self.question
-        self.check_question(self.question)
+        if self.question is None:
+            self.question = self._wording.question
+        else:
+            self.check_question(self.question)
         servers, field = self._resolve_setting("url", self.url_env)
         self.model, _ = self._resolve_setting("model", self.model_env)
         self._servers = ServerGroup(
@@ -153,10 +167,16 @@ class ChatJudge(Scorer):
 
         rows = [{}] * len(prompts) if metadata is None else metadata
         judged = map_in_threads(judge, zip(images, prompts, rows, strict=True), self.concurrency)
+        scores = [score for score, _ in judged]
         extras = {
             name: [values.get(name, math.nan) for _, values in judged] for name in self.extras
         }
-        return [score for score, _ in judged], extras
+        if self.unparsed == PUBLISHED:
+            extras[UNPARSED] = [
+                math.nan if math.isnan(score) else values.get(UNPARSED, 0.0)
+                for score, values in judged
+            ]
+        return scores, extras
 
     def judge(
         self, image: Image.Image, prompt: str, row: dict[str, Any], deadline: float
@@ -169,32 +189,66 @@ class ChatJudge(Scorer):
             row: Its metadata.
             deadline: Time on the clock of `time.monotonic()`.
         """
-        return self._query_and_parse([to_data_url(image)], prompt, deadline)
+        if side := self._wording.side:
+            image = image.convert("RGB").resize((side, side))
+        reply = self._query([to_data_url(image)], self.build_question(prompt), deadline)
+        try:
+            return self.parse(reply, prompt)
+        except NoScoreError:
+            if self.unparsed == FAIL:
+                raise
+            return self._wording.unparsed, {UNPARSED: 1.0}
 
-    def _query_and_parse(self, images: Sequence[str], prompt: str, deadline: float) -> JudgedScore:
-        """Ask the default question about images, given as data URLs, and parse the reply."""
-        return self.parse(self._query(images, self.build_question(prompt), deadline), prompt)
+    def _query(
+        self,
+        images: Sequence[str],
+        question: str,
+        deadline: float,
+        sampling: Mapping[str, float] | None = None,
+    ) -> JudgeReply:
+        """Send one question about the images (data URLs) and return the reply.
 
-    def _query(self, images: Sequence[str], question: str, deadline: float) -> JudgeReply:
-        """Send one question about the images (data URLs) and return the reply."""
+        Args:
+            images: Data URLs.
+            question: The text.
+            deadline: Time on the clock of `time.monotonic()`.
+            sampling: Replaces some of `self.sampling`.
+        """
         completion = self._servers.post(
             CHAT_PATH,
-            self._body(images, question),
+            {**self._body(images, question), **(sampling or {})},
             deadline=deadline,
             start=next(self._round_robin),
         )
         return templates.parse_completion(completion)
 
     def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
-        """Return the JSON body of a greedy chat completion request with images (data URLs)."""
-        content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-        content.append({"type": "text", "text": question})
+        """Return the JSON body of a chat completion request with images (data URLs)."""
+        system = self._wording.system
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": self._content(images, question)})
         return {
             "model": self.model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
+            "messages": messages,
             "max_tokens": self.max_tokens,
+            **self.sampling,
         }
+
+    def _content(self, images: Sequence[str], question: str) -> list[dict[str, Any]]:
+        """Return the parts of the user's message."""
+        return [*map(image_part, images), {"type": "text", "text": question}]
+
+    def _check_unparsed(self) -> None:
+        """Reject an unknown `unparsed`, and `PUBLISHED` for a wording without such a score."""
+        field = self._option_path(UNPARSED)
+        check_choice(field, self.unparsed, (FAIL, PUBLISHED))
+        if self.unparsed == PUBLISHED and self._wording.unparsed is None:
+            raise UserError(
+                f"has no value for wording={self.wording!r}: no published code gives one",
+                field=field,
+                value=self.unparsed,
+                hint=f"set unparsed={FAIL!r}",
+            )
 
     def _option_path(self, option: str) -> str:
         return f"reward_options.{self.name}.{option}"
@@ -218,6 +272,11 @@ class ChatJudge(Scorer):
         raise UserError(
             "is missing", field=field, hint=f"set it or the environment variable {variable}"
         )
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return the part of a message for an image, given as a data URL."""
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def to_data_url(image: Image.Image) -> str:

@@ -3,7 +3,9 @@
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -13,6 +15,7 @@ from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.judges import templates
 from flow_grpo.rewards.judges.chat import ChatJudge, JudgedScore, to_data_url
 from flow_grpo.rewards.judges.templates import JudgeReply, NoScoreError
+from flow_grpo.rewards.judges.wordings import ALTERNATIVE, Wording
 from flow_grpo.rewards.protocol import MetadataRows, ScorerOutput
 from flow_grpo.rewards.workers import map_in_threads
 from flow_grpo.rewards.workers.http import RequestRejected, ServersUnavailable
@@ -38,12 +41,13 @@ class VlmPairwise(ChatJudge):
     name = "vlm_pairwise"
     url_env = "VLM_PAIRWISE_URL"
     model_env = "VLM_PAIRWISE_MODEL"
-    default_question = templates.PAIRWISE_QUESTION
+    wordings: ClassVar[Mapping[str, Wording]] = {ALTERNATIVE: Wording(templates.PAIRWISE_QUESTION)}
     extras = ("flipped", "unjudged")
     images_per_question = 2
     compares_groups = True
 
     def parse(self, reply: JudgeReply, prompt: str) -> JudgedScore:
+        """Return whether the first of two images wins: 1, 0, or 1/2 for a tie."""
         return templates.parse_labelled_winner(reply, "Better"), {}
 
     def __call__(
@@ -76,12 +80,17 @@ class VlmPairwise(ChatJudge):
             if isinstance(image, Failed):
                 return Verdict(image)
         try:
-            wins, _ = self._query_and_parse([first, second], prompt, deadline)
-            loses, _ = self._query_and_parse([second, first], prompt, deadline)
+            wins = self._ask_winner([first, second], prompt, deadline)
+            loses = self._ask_winner([second, first], prompt, deadline)
         except (NoScoreError, RequestRejected, ServersUnavailable) as error:
             return Verdict(Failed(str(error)))
         flipped = wins != 1 - loses
         return Verdict(0.5 if flipped else wins, flipped)
+
+    def _ask_winner(self, images: list[str], prompt: str, deadline: float) -> float:
+        """Return whether the first of two images (data URLs) wins: 1, 0, or 1/2 for a tie."""
+        reply = self._query(images, self.build_question(prompt), deadline)
+        return self.parse(reply, prompt)[0]
 
 
 def _win_rates(

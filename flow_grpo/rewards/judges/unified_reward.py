@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.judges import templates
 from flow_grpo.rewards.judges.chat import ChatJudge, JudgedScore
 from flow_grpo.rewards.judges.templates import MAX_GRADE, JudgeReply, parse_labelled_score
+from flow_grpo.rewards.judges.wordings import UNIFIED_REWARD_AXES, UNIFIED_REWARD_FINAL
 from flow_grpo.rewards.option_checks import check_choice
 
 AXES = ("alignment", "coherence", "style")
-# question and names of the extra values of each form
-FORMS = {
-    "final": (templates.FINAL_SCORE_QUESTION, ("raw",)),
-    "axes": (templates.AXES_QUESTION, AXES),
-}
+# wordings and names of the extra values of each form
+FORMS = {"final": (UNIFIED_REWARD_FINAL, ("raw",)), "axes": (UNIFIED_REWARD_AXES, AXES)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,9 +34,9 @@ class UnifiedReward(ChatJudge):
     weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        """Check `form` and `weights`, and select the default question of the form."""
+        """Check `form` and `weights`, and select the wordings of the form."""
         check_choice(self._option_path("form"), self.form, FORMS)
-        self.default_question, self.extras = FORMS[self.form]
+        self.wordings, self.extras = FORMS[self.form]
         self._weights = self._check_weights(self.weights)
         super().__post_init__()
 

@@ -1,14 +1,15 @@
 """A judge of image edits."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from PIL import Image
 
 from flow_grpo.rewards.judges import templates
 from flow_grpo.rewards.judges.chat import ChatJudge, JudgedScore, to_data_url
 from flow_grpo.rewards.judges.templates import JudgeReply, parse_labelled_score
+from flow_grpo.rewards.judges.wordings import ALTERNATIVE, Wording
 from flow_grpo.rewards.protocol import images_in_metadata
 
 
@@ -24,7 +25,7 @@ class VieScore(ChatJudge):
     name = "viescore"
     url_env = "VIESCORE_URL"
     model_env = "VIESCORE_MODEL"
-    default_question = templates.EDIT_QUESTION
+    wordings: ClassVar[Mapping[str, Wording]] = {ALTERNATIVE: Wording(templates.EDIT_QUESTION)}
     extras = ("success", "kept", "naturalness", "cleanness")
     images_per_question = 2
 
