@@ -19,7 +19,7 @@ RUNS = {
     "wan": {"family": "wan", "frames": 5, "train.gradient_checkpointing": True},
     "flux": {"family": "flux", "use_lora": False},
     # with random timesteps, so that processes need different transformers at the same time
-    "a14b": {"family": "wan22_a14b", "frames": 5, "algorithm": "nft", "train.lora_rank": 4},
+    "a14b": {"family": "wan22_a14b", "frames": 5, "algorithm": "nft", "nft.times": 2},
 }
 COMMON = {
     "num_epochs": 1,

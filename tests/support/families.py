@@ -136,6 +136,13 @@ def set_guider(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
     pipeline.guider = ClassifierFreeGuidance(guidance_scale=call.pop("guidance_scale"))
 
 
+def keep_image_size(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
+    """Generate at the size of the source image; the pipeline has no arguments for the size."""
+    size = call.pop("height"), call.pop("width")
+    pipeline.video_processor.calculate_default_height_width = lambda **_: size
+    set_guider(pipeline, call)
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
@@ -325,6 +332,16 @@ FAMILIES = [
         frames=5,
         patch=shorten_padding,
         adjust=set_guider,
+        unused_layers=TEXT_QUERIES,
+    ),
+    Family(
+        "hunyuan_video15_i2v",
+        6.0,
+        frames=5,
+        one_prompt=True,
+        num_sources=1,
+        patch=shorten_padding,
+        adjust=keep_image_size,
         unused_layers=TEXT_QUERIES,
     ),
     Family(

@@ -55,6 +55,9 @@ ADAPTERS: Registry[type[ModelAdapter]] = Registry(
         "QwenImageEditPlusPipeline": f"{__name__}.qwen_image_edit:QwenImageEditPlusAdapter",
         "ZImagePipeline": f"{__name__}.z_image:ZImageAdapter",
         "HunyuanVideo15Pipeline": f"{__name__}.hunyuan_video15:HunyuanVideo15Adapter",
+        "HunyuanVideo15ImageToVideoPipeline": (
+            f"{__name__}.hunyuan_video15_i2v:HunyuanVideo15ImageToVideoAdapter"
+        ),
         "LTX2Pipeline": f"{__name__}.ltx2:LTX2Adapter",
         "LTX2ImageToVideoPipeline": f"{__name__}.ltx2:LTX2Adapter",
         "WanPipeline": f"{__name__}.wan:WanAdapter",
