@@ -31,6 +31,7 @@ PARTS = {
     "wan": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
     "wan22": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
     "wan22_a14b": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "WanTransformer3DModel"],
+    "wan_v2v": ["WanVideoToVideoPipeline", "UMT5EncoderModel", "T5Tokenizer"],
     "z_image": ["ZImagePipeline", "Qwen3Model", "Qwen2Tokenizer"],
 }
 CALLS = {  # arguments of a call with guidance

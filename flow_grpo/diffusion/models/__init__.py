@@ -62,6 +62,7 @@ ADAPTERS: Registry[type[ModelAdapter]] = Registry(
         "LTX2ImageToVideoPipeline": f"{__name__}.ltx2:LTX2Adapter",
         "WanPipeline": f"{__name__}.wan:WanAdapter",
         "WanImageToVideoPipeline": f"{__name__}.wan_i2v:WanImageToVideoAdapter",
+        "WanVideoToVideoPipeline": f"{__name__}.wan_v2v:WanVideoToVideoAdapter",
     },
 )
 GUIDANCE_2_FIELD = "sample.guidance_scale_2"
