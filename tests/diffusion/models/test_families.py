@@ -161,7 +161,9 @@ def test_an_image_depends_only_on_its_own_prompts(family, adapter):
     assert (other - together).abs().amax(tuple(range(1, other.ndim))).min() > 1e-3
 
 
-@EDITORS
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if 0 < f.num_sources <= 2], indirect=True, ids=str
+)
 def test_prompts_may_have_fewer_source_images(family, pipeline, adapter):
     """Also in a batch with a prompt that has all, if the family supports it."""
     size, (fewest, *_) = Size(32, 32, family.frames), adapter.num_source_images
@@ -524,8 +526,8 @@ def test_lora_of_another_number_of_transformers_is_rejected_before(
 
 
 @EXPERTS
-def test_two_transformers_are_not_sharded(folder):
-    with raises_user_error("ZeRO-3", "FSDP", field="pretrained.model", value=str(folder)):
+def test_zero3_and_fsdp1_do_not_shard_two_transformers(folder):
+    with raises_user_error("ZeRO-3", "FSDP1", field="pretrained.model", value=str(folder)):
         check_model(str(folder), Size(32, 32, 5), {}, 4, alternates=False)
 
 
@@ -807,6 +809,17 @@ def rejection_message(tmp_path):
 
 def test_weights_are_read_after_all_other_checks(family, folder, rejection_message):
     assert "cannot be loaded" in rejection_message(family, folder)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["wan_v2v"]], indirect=True, ids=str)
+@pytest.mark.parametrize("frames", [1, 9])
+def test_source_videos_of_another_length_are_rejected_before(
+    family, folder, rejection_message, frames
+):
+    """Longer and shorter than the generated video; damaged frames are rejected as any image."""
+    message = rejection_message(family, folder, frames=frames)
+    assert "has 5 images" in message
+    assert f"the {frames} frames of a source video" in message
 
 
 def test_unsupported_frames_are_rejected_before(family, folder, rejection_message):

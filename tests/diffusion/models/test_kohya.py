@@ -27,8 +27,13 @@ from flow_grpo.training.lora_files import (
 SD3, FLUX, FLUX2 = "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline"
 QUERY = "transformer_blocks.0.attn.to_q"
 A, B = "lora_A.weight", "lora_B.weight"
-WITHOUT_NAMES = {"LTX2Pipeline", "LTX2ImageToVideoPipeline", "HunyuanVideo15Pipeline"}
-CONVERTED = [f for f in FAMILIES if f.name not in ("ltx2", "hunyuan_video15")]
+WITHOUT_NAMES = {
+    *("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    *("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
+}
+CONVERTED = [
+    f for f in FAMILIES if f.name not in ("ltx2", "hunyuan_video15", "hunyuan_video15_i2v")
+]
 READERS = {  # of our files
     "flux": FluxPipeline,
     "qwen_image": QwenImagePipeline,
