@@ -1,4 +1,4 @@
-"""Context parallelism and sharded experts give the weights and metrics of one process, in float64."""
+"""Context parallelism and sharded experts give the weights of one process, in float64."""
 
 import json
 import subprocess
@@ -114,7 +114,8 @@ def test_a_run_has_the_weights_and_metrics_of_one_process(layouts, name):
         assert expected[key].dtype == torch.float64
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=1e-10)
     metrics, expected = layouts.metrics(name), layouts.metrics(reference)
-    assert metrics.get("train/first_update_ratio_dev", 0) == 0  # nft has no ratio
+    if reference != "a14b":  # nft has no ratio
+        assert metrics["train/first_update_ratio_dev"] == 0
     assert metrics["perf/passes"] == expected["perf/passes"]
     for key in ("reward/avg", "eval/avg", "train/loss", "train/grad_norm"):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-6), key
