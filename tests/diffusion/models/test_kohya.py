@@ -43,6 +43,7 @@ READERS = {  # of our files
 CHECKPOINT_CONVERTERS = {  # from the layers of the original checkpoint to those of diffusers
     "Flux2KleinPipeline": checkpoints.convert_flux2_transformer_checkpoint_to_diffusers,
     "WanImageToVideoPipeline": checkpoints.convert_wan_transformer_to_diffusers,
+    "WanVideoToVideoPipeline": checkpoints.convert_wan_transformer_to_diffusers,
     FLUX2: checkpoints.convert_flux2_transformer_checkpoint_to_diffusers,
     "QwenImage21Pipeline": checkpoints.convert_qwen_image21_transformer_checkpoint_to_diffusers,
     "ZImagePipeline": checkpoints.convert_z_image_transformer_checkpoint_to_diffusers,
