@@ -11,8 +11,8 @@ of them at a time is recomputed, with a MLP of width M. Context parallelism divi
 
 a and b are fitted to the measured peaks of Wan 2.1 (docs/benchmarks/models_h200.jsonl and
 models_memory_h200.jsonl), which the formula reproduces to 5 %. Compiled models need less for
-longer videos. Encoders, VAE and rewards are left out: with `offload_idle`, encoders and VAE have the
-GPU for themselves.
+longer videos. Encoders, VAE and rewards are left out: with `offload_idle`, encoders and VAE have
+the GPU for themselves.
 """
 
 from collections.abc import Mapping
