@@ -15,5 +15,7 @@ if ! command -v chromium chromium-browser google-chrome >/dev/null; then
     echo "chromium is not installed: browser tests are skipped (apt install chromium)"
     chosen="not browser"
 fi
+# Tests start hundreds of processes, which would otherwise compile all modules again.
+unset PYTHONDONTWRITEBYTECODE
 # Most tests wait for processes that they start, so two run in parallel, the longest files (e2e) first.
 "$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"

@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
@@ -91,7 +91,8 @@ class TrainerSpec:
 
     def models(self) -> list[str]:
         """Return the models of the default config and the presets, for suggestions."""
-        return [self.get_config().pretrained.model, *self.presets.MODELS]
+        default = dict(iter_settings(self.settings()))["pretrained.model"].default
+        return [default, *self.presets.MODELS]
 
     def help_texts(self) -> dict[str, str]:
         """Return the help of every setting, by its full name."""
@@ -156,7 +157,7 @@ class TrainerSpec:
 
     def other_script(self, config: Container[str]) -> str:
         """Return the training script that a config is for, or "" if it is this trainer's."""
-        known = self.get_config()
+        known = {each.name for each in fields(self.settings())}
         scripts = (
             s for name, s in TRAINING_SCRIPTS.items() if name in config and name not in known
         )

@@ -11,10 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed
+from flow_grpo.perf.quantization import FP8, NF4, check_precision, quantize_linears
+from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
+from flow_grpo.rewards.turns import TURNS
 
+UNQUANTIZED = "none"
+QUANTIZATIONS = (UNQUANTIZED, FP8, NF4)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCORE = "score"
 
@@ -32,14 +36,25 @@ class FrozenModel(ABC):
     dtype: str = "float32"
     device: str = "cpu"
     batch_size: int = 16
-    offload: bool = False  # move the network to the CPU between epochs
+    offload: bool | str = (
+        False  # move the network to the CPU between epochs; TURNS: after each call
+    )
+    quantize: str = UNQUANTIZED  # "fp8" or "nf4": the linear layers of `quantized_part`
 
     def __post_init__(self) -> None:
         """Check the options and load the network, in evaluation mode and without gradients."""
         self._check_options()
         self.network = self.load().eval().requires_grad_(False)
+        if self.quantize != UNQUANTIZED:
+            device = torch.device(self.device)
+            quantize_linears([self.quantized_part()], self.quantize, device)
+            self.release_memory()
         if not self.offload:
             self.network.to(self.device)
+
+    def quantized_part(self) -> nn.Module:
+        """Return the part of the network whose linear layers `quantize` applies to."""
+        return self.network
 
     @abstractmethod
     def load(self) -> nn.Module:
@@ -66,6 +81,10 @@ class FrozenModel(ABC):
     def _check_options(self) -> None:
         """Raise a UserError for an invalid dtype, batch size or device, or a missing GPU."""
         check_choice("dtype", self.dtype, DTYPES)
+        if self.offload not in (False, True, TURNS):
+            rule = f"must be True, False or {TURNS!r}"
+            raise UserError(rule, field="offload", value=self.offload)
+        check_choice("quantize", self.quantize, QUANTIZATIONS)
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise UserError("must be an integer >= 1", field="batch_size", value=self.batch_size)
         try:
@@ -81,6 +100,8 @@ class FrozenModel(ABC):
                 value=self.device,
                 hint="use device=cpu",
             )
+        if self.quantize != UNQUANTIZED:
+            check_precision("quantize", self.quantize, torch.device(self.device))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,12 +159,13 @@ class ModelScorer(FrozenModel, Scorer):
             name: torch.cat([batch[name].float().cpu() for batch in batches]).tolist()
             for name in batches[0]
         }
-        scores = [
-            s if math.isfinite(s) else _nonfinite_score(s, self.dtype) for s in values.pop(SCORE)
-        ]
+        scores = [finite_or_failed(score, self.dtype) for score in values.pop(SCORE)]
         return (scores, values) if values else scores
 
 
-def _nonfinite_score(score: float, dtype: str) -> Failed:
+def finite_or_failed(score: float, dtype: str) -> float:
+    """Return a network's score; `Failed` with an explanation if it is not finite."""
+    if math.isfinite(score) or isinstance(score, Failed | NotApplicable):
+        return score
     hint = "" if dtype == "float32" else f"; {dtype} may overflow, try float32"
     return Failed(f"the network returned {score}{hint}")

@@ -325,6 +325,11 @@ class VlmConfig(shared.SharedFields):
         "Capture the decoding step in a CUDA graph, which avoids about a thousand kernel launches; "
         "the capture takes a second or two at the start of an epoch.",
     )
+    compile: bool = setting(
+        False,
+        "Compile the decoder layers for training (GPU, bf16, weights not sharded): an update takes "
+        "a fifth less time, and the first one about a minute more.",
+    )
     flex_attention: bool = setting(
         False,
         "Train with torch's flex attention (GPU, bf16), which skips pairs of packed responses that "

@@ -1,6 +1,7 @@
 """The committed OpenAPI schema is up to date and describes all responses."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -41,7 +42,6 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     assert documented == {code: s for code, s in STATUS_BY_CODE.items() if code not in elsewhere}
 
 
-@schema.parametrize()
 @settings(
     max_examples=75,
     deadline=None,
@@ -49,7 +49,7 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     derandomize=True,
     database=None,
 )
-def test_all_responses_conform_to_the_schema(case: schemathesis.Case, server: Server) -> None:
+def check_responses(case: schemathesis.Case, server: Server) -> None:
     if isinstance(case.body, dict) and case.body.get("images"):
         # Random text is never an image: give half of the requests valid ones.
         images = case.body["images"]
@@ -62,3 +62,17 @@ def test_all_responses_conform_to_the_schema(case: schemathesis.Case, server: Se
         excluded_checks=[positive_data_acceptance],  # not every string is an image
         timeout=30,
     )
+
+
+# one test function per operation: schemathesis gives the operations of one function the same node
+# ID, and pytest-xdist would run only one of them
+OPERATIONS = [(path, method) for path, methods in openapi()["paths"].items() for method in methods]
+for _path, _method in OPERATIONS:
+    _name = re.sub(r"\W+", "_", f"test_responses_of_{_method}{_path}_conform_to_the_schema")
+    _operation = schema.include(path=_path, method=_method.upper())
+    globals()[_name] = _operation.parametrize()(check_responses)
+
+
+def test_every_operation_has_one_test() -> None:
+    names = [name for name in globals() if name.startswith("test_responses_of_")]
+    assert len(names) == len(OPERATIONS) == 6
