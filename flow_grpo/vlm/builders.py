@@ -18,6 +18,7 @@ from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.vlm.attention import flex_attention_supported
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.fields import GAE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
 from flow_grpo.vlm.lora import select_lora_layers
@@ -75,6 +76,7 @@ def load_checked_processors(
         config.pretrained.revision,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
+        chat_template=read_chat_template(config.chat_template),
     )
     if image_processor is None:
         reject_images(questions, config.pretrained.model)
