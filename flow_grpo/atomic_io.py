@@ -10,9 +10,14 @@ from typing import Any
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace a file atomically and durably; several processes may write it concurrently."""
+    write_bytes_atomic(path, text.encode("utf-8"))
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replace a file with bytes; see `write_text_atomic`."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         fsync_path(partial)
         partial.replace(path)
     finally:

@@ -1,13 +1,12 @@
 """Convert weights in a pickle file to safetensors, without executing code of the file.
 
-    python -m flow_grpo.rewards.convert_weights model.pth model.safetensors
+    flow-grpo rewards convert model.pth model.safetensors
 
 `torch.load(weights_only=True)` unpickles tensors and plain containers only; a file that needs more
 is rejected. Names and values are unchanged. The SHA-256 of the original is stored in the metadata
 of the result, so that its origin can be verified.
 """
 
-import argparse
 import hashlib
 import uuid
 from pathlib import Path
@@ -81,22 +80,3 @@ def _check_tensors(weights: Weights) -> Weights:
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is not a tensor")
     return weights
-
-
-def main() -> None:
-    """Convert the file named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="file with weights that torch.save wrote")
-    parser.add_argument("target", type=Path, help="new .safetensors file")
-    parser.add_argument("--sha256", default="", help="expected SHA-256 of the source")
-    args = parser.parse_args()
-    try:
-        digests = convert_weights(args.source, args.target, args.sha256)
-    except UserError as error:
-        parser.error(str(error))
-    for path, digest in zip((args.source, args.target), digests, strict=True):
-        print(f"{digest}  {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ Every failure becomes a `UserError` that names the option.
 """
 
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,27 @@ LOAD_ERRORS = (
 )
 
 
+# Torch names its reader of zip files in errors about damaged ones, and what it does not load.
+TORCH_READER = "PytorchStreamReader"
+REJECTED_GLOBAL = re.compile(r"(?:GLOBAL|function) ([\w.]+)")
+
+
+def _pickle_error(error: pickle.UnpicklingError, option: str, source: str) -> UserError:
+    """Return the error for a pickle with objects other than tensors, or a damaged one.
+
+    Torch's own message advises to execute the code.
+    """
+    named = REJECTED_GLOBAL.search(str(error))
+    what = f" ({named[1]})" if named else ""
+    return UserError(
+        f"is a damaged pickle, or contains Python objects other than tensors{what}, whose code is "
+        "not executed",
+        field=option,
+        value=source,
+        hint="use the authors' .safetensors files, or a state dict of tensors only",
+    )
+
+
 @contextmanager
 def explain_load_errors(
     option: str, source: str, kind: str, known: Iterable[str] = ()
@@ -74,6 +96,10 @@ def explain_load_errors(
                 value=source,
                 hint=f"use {kind} that transformers can load without remote code",
             ) from error
+        if isinstance(error, pickle.UnpicklingError):
+            raise _pickle_error(error, option, source) from error
+        if TORCH_READER in str(error):
+            reason = "the file is incomplete or damaged"
         if Path(source).exists():
             raise UserError(
                 f"cannot be loaded as {kind} ({reason})",

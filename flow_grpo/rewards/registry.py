@@ -9,6 +9,8 @@ IMAGE_REWARDS = {
     "aesthetic_v25": "flow_grpo.rewards.scorers.aesthetic_siglip:AestheticV25",
     "audio_loudness": "flow_grpo.rewards.scorers.audio:AudioLoudness",
     "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
+    "audio_sync": "flow_grpo.rewards.scorers.audio:AudioSync",
+    "clap": "flow_grpo.rewards.scorers.clap:Clap",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "editreward": "flow_grpo.rewards.scorers.editreward:EditReward",

@@ -30,6 +30,7 @@ SHAPES = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan2.1-14b",
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b",
+    "dg845/LTX-2.3-Diffusers": "ltx-2.3",
     "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
     "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
@@ -63,6 +64,7 @@ PARAMETERS = {
     "z-image": Parameters(6_154_908_736, 2_480_640),
     "wan2.1-1.3b": Parameters(1_418_996_800, 737_280),
     "wan2.1-14b": Parameters(14_288_491_584, 3_276_800),
+    "ltx-2.3": Parameters(18_988_838_144, 9_633_792),
     "qwen2.5-vl-3b": Parameters(3_754_622_976, 1_870_848),
     "qwen2.5-vl-7b": Parameters(8_292_166_656, 2_523_136),
     "qwen3-vl-4b": Parameters(4_437_815_808, 2_064_384),
@@ -117,6 +119,7 @@ def fits(line: Line, config: Any) -> bool:
         options = {
             "--full": not config.use_lora,
             CHECKPOINTING: config.train.gradient_checkpointing,
+            "--compile": config.compile,
             "--flex": config.flex_attention,
             "--lengths": False,  # of sampling only
             "benchmark_trl": False,  # another trainer

@@ -16,8 +16,9 @@ from flow_grpo.errors import UserError
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
-from flow_grpo.training.distributed import raise_on_all_ranks
+from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.vlm.attention import flex_attention_supported
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.fields import GAE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
 from flow_grpo.vlm.lora import select_lora_layers
@@ -75,6 +76,7 @@ def load_checked_processors(
         config.pretrained.revision,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
+        chat_template=read_chat_template(config.chat_template),
     )
     if image_processor is None:
         reject_images(questions, config.pretrained.model)
@@ -119,6 +121,13 @@ def build_policy(
 ) -> VlmPolicy:
     """Build the policy of a run from its model, and check its forward pass."""
     train, device = config.train, accelerator.device
+    if config.compile and is_sharded(accelerator):
+        raise UserError(
+            "does not support sharded weights",
+            field="compile",
+            value=True,
+            hint="set compile=False",
+        )
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else None
     use_flex_attention = (
         config.flex_attention
@@ -140,6 +149,7 @@ def build_policy(
         gradient_checkpointing=train.gradient_checkpointing,
         compute_dtype=dtype,
         flex_attention=use_flex_attention,
+        compiled=config.compile and dtype is not None and device.type == "cuda",
         seed=config.seed,
     )
     raise_on_all_ranks(accelerator, lambda: check_forward_parity(policy.network))

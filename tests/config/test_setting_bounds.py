@@ -39,6 +39,7 @@ ZERO = {
     *("old_rate", "old_max_decay", "discount", "anchor_beta", "importance_cap", "clip_low"),
     *("clip_high", "dual_clip", "gae_decay", "value_weight"),
     *("center_scores", "desirable_weight", "undesirable_weight"),
+    *("cppo_budget", "filter_low", "max_samples"),
     "per_epoch",  # all of them
     # guidance: the unconditional velocity
     *("guidance_scale", "eval_guidance_scale", "guidance_scale_2", "train_guidance"),

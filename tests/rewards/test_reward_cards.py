@@ -1,14 +1,12 @@
 """Cards of the built-in rewards, and the check of a reward on its example pairs."""
 
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import fields, is_dataclass
 
-import fork_server
 import pytest
 import rewards
-from runner import ROOT, environment
+from runner import ROOT, run_script
 from small_clip import clip_folder  # noqa: F401
 from user_errors import raises_user_error
 
@@ -133,7 +131,7 @@ def test_every_reward_is_listed(empty_cache, capsys):
 
 def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
     """Those without weights work; the others say what they need."""
-    options = {"options": {}, "device": "cpu", "server": ""}
+    options = {"options": {}, "device": "cpu", "server": []}
     assert rewards.check_rewards(Namespace(names=["all"], **options)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     found = {line.split()[0]: line for line in lines[:-1]}
@@ -147,21 +145,13 @@ def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
         assert state == ("ok" if works else "skipped"), found[name]
 
 
-def rewards_command(*arguments: str) -> subprocess.CompletedProcess:
-    command = ["scripts/rewards.py", *arguments]
-    done = fork_server.run(command, cwd=ROOT, env=environment(), timeout=600)
-    if done is None:  # another environment than that of the server
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True
-        )
-    return done
-
-
 def test_check_prints_the_scores_and_exits_by_the_verdict():
-    done = rewards_command("check", "choice")
+    done = run_script("scripts/rewards.py", "check", "choice")
     assert done.returncode == 0, done.stderr
     assert "choice: 3 of 3 pairs ranked as expected" in done.stdout
-    wrong = rewards_command("check", "overlong", "--options", '{"limit": 10000}')
+    wrong = run_script(
+        "scripts/rewards.py", "check", "overlong", "--options", '{"overlong": {"limit": 10000}}'
+    )
     assert wrong.returncode == 1
     assert "0 of 3" in wrong.stdout
 
@@ -170,12 +160,12 @@ def test_check_prints_the_scores_and_exits_by_the_verdict():
     ("arguments", "shown"),
     [
         (["check", "chioce"], "did you mean choice?"),
-        (["check", "choice", "--options", "[1]"], "must be a JSON object"),
-        (["check", "choice", "ocr", "--options", '{"a": 1}'], "--options"),
+        (["check", "choice", "--options", "[1]"], "must be {"),
+        (["check", "choice", "--options", '{"ocr": {}}'], "--options names 'ocr'"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(arguments, shown):
-    done = rewards_command(*arguments)
+    done = run_script("scripts/rewards.py", *arguments)
     assert done.returncode == 2
     assert shown in done.stderr
     assert done.stderr.count("\n") == 1

@@ -22,7 +22,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from flow_grpo.audio import Audio
 from flow_grpo.diffusion.models.dtypes import freeze, vae_dtype
-from flow_grpo.diffusion.models.experts import check_expert_folders, iter_experts
+from flow_grpo.diffusion.models.experts import Experts, check_expert_folders, iter_experts
 from flow_grpo.diffusion.models.inputs import (
     Conditioning,
     Inputs,
@@ -81,6 +81,7 @@ class ModelAdapter(ABC):
     encodes_images: ClassVar[bool] = True  # the VAE encodes images as latents of samples
     generates_audio: ClassVar[bool] = False  # `decode_audio` returns the sound of videos
     fps: ClassVar[float] = DEFAULT_FPS  # frames per second of videos
+    source_is_video: ClassVar[bool] = False  # source images are the frames of a source video
     masks_source_images: ClassVar[bool] = False  # prompts with and without them can be batched
     # Component: class that flow_grpo/diffusion/models/processors.py loads it with.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -136,6 +137,8 @@ class ModelAdapter(ABC):
             freeze(module, dtype)
         quantize_linears(self.blocks(), base_precision, self.device, keep_full=keep_full)
         encoders = set(self._components(self.encoders).values()) - {self.vae}
+        if isinstance(self.transformer, Experts) and offload_idle:
+            self.transformer.offload_unused(self.device)
         for module in modules:
             if module in encoders:
                 quantize_linears([module], encoder_precision, self.device)
@@ -252,6 +255,10 @@ class ModelAdapter(ABC):
         A tensor must broadcast to the latents.
         """
         return scale
+
+    def start_latents(self, noise: Tensor, conditioning: Conditioning, sigma: float) -> Tensor:
+        """Return the latents of the first step from noise, (B, ...), at its noise level `sigma`."""
+        return noise
 
     def finalize_latents(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
         """Postprocess the latents of the last step before they are decoded or trained on."""
@@ -612,6 +619,8 @@ class ModelAdapter(ABC):
             self.load_lora(folder)
             return
         self._check_expert_folders(folder)
+        if isinstance(self.transformer, Experts):
+            self.transformer.restore_offloaded()
         for subfolder, part, _ in iter_experts(self.transformer):
             load_full_weights(part, folder / subfolder)
 

@@ -65,6 +65,8 @@ def pair_layout(layout: QuestionLayout) -> ResponseLayout:
         answer="",
         image=layout.image,
         video=layout.video,
+        image_dir=layout.image_dir,
+        image_cache=layout.image_cache,
         metadata=layout.metadata,
         kind="pairs",
     )
