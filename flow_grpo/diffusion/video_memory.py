@@ -10,8 +10,9 @@ and possibly a moving average. L blocks keep their input of width D for the back
 of them at a time is recomputed, with a MLP of width M. Context parallelism divides T.
 
 a and b are fitted to the measured peaks of Wan 2.1 (docs/benchmarks/models_h200.jsonl and
-models_memory_h200.jsonl), which the formula reproduces to 5 %. Encoders, VAE and rewards are left
-out: with `offload_idle`, encoders and VAE have the GPU for themselves.
+models_memory_h200.jsonl), which the formula reproduces to 5 %. Compiled models need less for
+longer videos. Encoders, VAE and rewards are left out: with `offload_idle`, encoders and VAE have
+the GPU for themselves.
 """
 
 from collections.abc import Mapping

@@ -206,6 +206,18 @@ def test_videoalign_scores_one_dimension(align):
         VideoAlign(**options, score="quality")
 
 
+def test_the_frame_rate_of_a_video_without_one_is_an_option(align):
+    options, expected = align
+    plain = [list(VIDEOS[2])]
+    assert VideoAlign(**options, fps=8)(plain, PROMPTS[2:], [{}])[0] == close(
+        [expected[2].sum()], 3e-5
+    )
+    assert VideoAlign(**options)(plain, PROMPTS[2:], [{}])[0] != close([expected[2].sum()], 1e-4)
+    for value in (0, -1, "8", float("nan")):
+        with raises_user_error("positive", field="fps"):
+            VideoAlign(**options, fps=value)
+
+
 def test_visual_and_motion_quality_do_not_depend_on_the_prompt(align):
     options, _ = align
     videos = [VIDEOS[0]] * 2
