@@ -250,7 +250,7 @@ def vlm_table(rows: tuple[tuple[str, str, bool, bool], ...]) -> str:
 
 
 def vlm_profile_table() -> str:
-    """Milliseconds of GPU time by class of kernel, from the newest profile of each shape."""
+    """Return milliseconds of GPU time by kernel class, from the newest profile of each shape."""
     newest = {line["shape"]: line["profile"] for line in read("vlm") if "profile" in line}
     columns = {
         f"{shape.removeprefix('qwen2.5-vl-').upper()}, {phase}": found["milliseconds"]
