@@ -142,7 +142,7 @@ def test_other_estimators_equal_their_formulas():
     [("none", 1.0), ("group", np.std([1.0, 6.0, 4.0])), ("batch", np.std([1.0, 6, 4, 3, 3, 2]))],
 )
 def test_pass_at_k_credits_the_lead_of_the_best_of_a_group(scale, deviation):
-    """Group 0 has a failed sample; group 1 has two best samples, and so no lead."""
+    """Group 0 has a failed sample; group 1 has two best samples, so their lead is 0."""
     rewards = np.array([1.0, np.nan, 6.0, 4.0, 3.0, 3.0, 2.0])
     groups = np.array([0, 0, 0, 0, 1, 1, 1])
     kwargs = {"estimator": "grpo_passk", "scale": scale, "eps": 0.5 * (scale != "none")}
@@ -153,7 +153,7 @@ def test_pass_at_k_credits_the_lead_of_the_best_of_a_group(scale, deviation):
 
 
 def test_pass_at_k_gradient_is_that_of_the_expected_maximum():
-    """For three independent samples of a softmax policy over four rewards."""
+    """Enumerate three independent samples of a softmax policy over four rewards."""
     rewards, logits = np.array([0.0, 0.3, 1.0, 2.5]), np.array([0.4, -0.2, 0.1, -0.9])
     policy = np.exp(logits) / np.exp(logits).sum()
     exact, estimate = np.zeros(4), np.zeros(4)

@@ -213,7 +213,7 @@ def translated(command: str):
 
 
 def test_command_lines_on_given_responses():
-    """Of TRL's trl/scripts/sft.py and examples/scripts/dpo_vlm.py, and OpenRLHF's SFT."""
+    """Those of TRL's sft.py and dpo_vlm.py and of OpenRLHF's SFT are translated."""
     name, ours, missing = translated(
         "python trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name "
         "trl-lib/Capybara --learning_rate 2.0e-4 --num_train_epochs 1 --packing "

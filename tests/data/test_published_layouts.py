@@ -64,7 +64,7 @@ def vlm_questions(dataset, **columns):
 
 
 def test_easyr1s_files_with_an_image_directory(tmp_path):
-    """`data.prompt_key=problem data.image_dir=...`, rows of hiyouga/geometry3k; the first two."""
+    """Rows of hiyouga/geometry3k load with `data.prompt_key=problem data.image_dir=...`."""
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures/1.png").write_bytes(encode_image(random_image(0)))
     row = {"images": ["1.png"], "problem": "<image>Find x.", "answer": "4"}
@@ -77,7 +77,7 @@ def test_easyr1s_files_with_an_image_directory(tmp_path):
 
 
 def test_lmm_r1s_files(tmp_path):
-    """`--input_key message --label_key answer`: a chat as JSON text with a system prompt."""
+    """A chat as JSON text with a system prompt loads (`--input_key message --label_key answer`)."""
     system = {"role": "system", "content": "Solve the problem step by step."}
     image = {"type": "image", "image": f"file://{tmp_path}/1.png"}
     (tmp_path / "1.png").write_bytes(encode_image(random_image(0)))
@@ -92,7 +92,7 @@ def test_lmm_r1s_files(tmp_path):
 
 
 def test_trls_files(tmp_path):
-    """A conversational `prompt` with placeholders, `images` and `solution`; `image` is named."""
+    """Rows with a conversational `prompt`, `images` and `solution` load; `image` is named."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data/1.png").write_bytes(encode_image(random_image(0)))
     content = [{"type": "image"}, {"type": "text", "text": "How many?"}]

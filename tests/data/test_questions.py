@@ -166,7 +166,7 @@ def test_a_chat_that_does_not_end_with_the_user_is_rejected(folder):
 
 
 def test_earlier_turns_of_a_chat_are_part_of_the_prompt(folder):
-    """Of TRL's and verl's column `prompt`; images are shown first, or at their placeholders."""
+    """In TRL's and verl's column `prompt`, images are shown first, or at their placeholders."""
     turns = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "How many?"},

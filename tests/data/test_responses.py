@@ -87,7 +87,7 @@ def test_earlier_turns_are_part_of_the_prompt(tmp_path):
 
 
 def test_every_assistant_turn_can_be_a_response(tmp_path):
-    """Each with the turns and the images before it; labels and pairs are converted as before."""
+    """The prompt of a turn is what precedes it; labels and pairs are converted as before."""
     (tmp_path / "a.png").write_bytes(b"not decoded here")
     (tmp_path / "b.png").write_bytes(b"nor here")
     turns = [user("<image>A?"), reply("a"), user("B <image>?"), reply("b"), user("C?"), reply("c")]

@@ -1,6 +1,6 @@
 """A run with a judge in an isolated environment, whose server is killed in the middle of an epoch.
 
-The environment is made from scratch, without a network: it uses the packages of the tests.
+The environment is created from scratch, offline; it uses the packages of the tests.
 """
 
 import json
@@ -38,7 +38,7 @@ SERVED = {"reward_fn": "{'deqa': 1.0}", "reward_servers": "{'deqa': 'env:deqa'}"
 
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory):
-    """A directory with the environment `deqa`, made by the command."""
+    """Return a directory with the environment `deqa`, created by the command."""
     folder = tmp_path_factory.mktemp("environments")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOW_GRPO_REWARD_ENVS", str(folder))
@@ -51,7 +51,7 @@ def environments(tmp_path_factory):
 
 @pytest.fixture
 def judge(environments, tmp_path, monkeypatch) -> str:
-    """Directory of the gated model; its code is imported from a cache of this test."""
+    """Return the directory of the gated model; its code is cached per test."""
     monkeypatch.setenv("FLOW_GRPO_REWARD_ENVS", str(environments))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "judge"
@@ -121,7 +121,7 @@ def test_the_judge_ends_with_a_killed_run(short_runs, judge, tmp_path):
 
 
 def test_a_judge_that_cannot_be_built_ends_the_run_in_one_line(environments, judge):
-    """The server's error is that of the same reward in process."""
+    """The server raises the same error as the reward in process."""
     with raises_user_error("trust_remote_code=True"):
         build_scorers(["deqa"], servers={"deqa": "env:deqa"}, options={"deqa": {"model": judge}})
     assert not servers(judge)

@@ -99,7 +99,7 @@ def test_the_command_prints_the_checksums(source, tmp_path):
 
 
 def test_damaged_weights_of_a_reward_are_reported_in_one_line(folder, tmp_path):
-    """Truncated, of another model, or a pickle with code, in a folder or a single file."""
+    """The file is truncated, of another model, or a pickle with code."""
     copy = tmp_path / "clip"
     copy.mkdir()
     for path in folder.iterdir():

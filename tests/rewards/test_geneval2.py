@@ -1,4 +1,4 @@
-"""GenEval 2's soft scores on a small Qwen3-VL, against an independent computation.
+"""GenEval 2's soft scores equal an independent computation on a small Qwen3-VL.
 
 The tokenizer has one token per character, so "Yes" and "yes" count as Y and y, and the variants
 that begin with a space count as a space each.

@@ -1,4 +1,4 @@
-"""HPSv3, VideoAlign and EditReward on small checkpoints, against the authors' formulas."""
+"""HPSv3, VideoAlign and EditReward follow the authors' formulas on small checkpoints."""
 
 import hashlib
 from pathlib import Path

@@ -25,7 +25,7 @@ CARDS = reward_cards()
 
 
 def test_every_built_in_reward_has_a_card():
-    """If not: add it to flow_grpo/rewards/cards.toml (CONTRIBUTING.md, "Add a reward")."""
+    """If this fails, add it to flow_grpo/rewards/cards.toml (CONTRIBUTING.md, "Add a reward")."""
     assert {*CARDS} == {*REWARDS.paths}
     for card in CARDS.values():
         assert card.pairs in EXAMPLES, card.name
@@ -34,7 +34,7 @@ def test_every_built_in_reward_has_a_card():
 
 @pytest.mark.parametrize("path", make_rewards.PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_of_rewards_are_up_to_date(path):
-    """If not: python docs/make_rewards.py"""
+    """If this fails, run python docs/make_rewards.py."""
     text = path.read_text("utf-8")
     assert text.count("<!-- rewards ") >= 1
     assert make_rewards.page(text) == text
@@ -115,7 +115,7 @@ def test_people_and_missing_servers_are_reported(monkeypatch):
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """A hub cache without models, and no network."""
+    """Use an empty hub cache, without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -130,7 +130,7 @@ def test_every_reward_is_listed(empty_cache, capsys):
 
 
 def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
-    """Those without weights work; the others say what they need."""
+    """Rewards that need no weights work; the others report what they need."""
     options = {"options": {}, "device": "cpu", "server": []}
     assert rewards.check_rewards(Namespace(names=["all"], **options)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]

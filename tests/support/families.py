@@ -145,7 +145,7 @@ def keep_image_size(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
 
 
 def draw_given_noise(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
-    """Add the noise to the source video; `latents` would replace both. A fifth is skipped."""
+    """Add the noise to the source video; `latents` would replace both; skip a fifth."""
     noise = call.pop("latents")
     sys.modules[type(pipeline).__module__].randn_tensor = lambda *_, **__: noise
     call["num_inference_steps"] = STEPS * 5 // 4

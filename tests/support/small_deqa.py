@@ -18,7 +18,7 @@ class BrightnessConfig(PretrainedConfig):
 
 
 class BrightnessForCausalLM(PreTrainedModel):
-    """From 1 (black) to 5 (white), in half precision like DeQA-Score."""
+    """Model that scores from 1 (black) to 5 (white), in half precision like DeQA-Score."""
 
     config_class = BrightnessConfig
 

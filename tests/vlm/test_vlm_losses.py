@@ -170,7 +170,7 @@ def one_row(*probabilities: float) -> Tensor:
 
 
 def test_sapo_by_hand():
-    """4 / tau sigmoid(tau (r - 1)) at r = 1.5, 1 and 0.5, with tau 1 or, for A < 0, 1.5."""
+    """Compute 4 / tau sigmoid(tau (r - 1)) at r = 1.5, 1 and 0.5; tau is 1, or 1.5 for A < 0."""
     old, new = one_row(0.4, 0.4, 0.4), one_row(0.6, 0.4, 0.2)
     mask = torch.ones_like(old, dtype=torch.bool)
     up, down = torch.tensor([[2.0]]), torch.tensor([[-1.0]])
@@ -190,7 +190,7 @@ def test_sapo_and_clip_have_the_same_gradient_on_policy():
 
 
 def test_drpo_by_hand():
-    """-A r + |A| p_old (r - 1)^2 / (2 epsilon) with epsilon 0.15."""
+    """Compute -A r + |A| p_old (r - 1)^2 / (2 epsilon) with epsilon 0.15."""
     old, new = one_row(0.4, 0.4, 0.5), one_row(0.6, 0.4, 0.25)
     mask = torch.ones_like(old, dtype=torch.bool)
     for advantage, expected in ((2.0, [-7 / 3, -2.0, -1 / 6]), (-1.0, [11 / 6, 1.0, 11 / 12])):
@@ -225,7 +225,7 @@ def test_drpo_by_hand():
     ],
 )
 def test_cppo_by_hand(probabilities, dropped):
-    """With p_old = .5, and weights 1, .9 and .8; the fourth token is padding."""
+    """Use p_old = .5 and weights 1, .9 and .8; the fourth token is padding."""
     count = len(probabilities)
     mask = torch.tensor([[True] * count + [False]])
     new, old = one_row(*probabilities, 0.9), one_row(*[0.5] * count, 0.1)
@@ -242,7 +242,7 @@ def test_cppo_by_hand(probabilities, dropped):
 
 
 def test_cppo_budget_is_the_limited_quantile_of_the_changes():
-    """Numpy's linear interpolation, per row without padding."""
+    """The quantile equals numpy's linear interpolation, per row without padding."""
     quantiles = masked_quantile(NEW, MASK, 0.9)
     for row, length in enumerate(LENGTHS):
         expected = np.quantile(NEW[row, :length].numpy(), 0.9)

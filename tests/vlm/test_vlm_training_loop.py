@@ -311,7 +311,7 @@ def test_filtered_groups_are_refilled_and_not_trained(run, trained):
 
 
 def test_truncated_responses_are_scored_but_not_trained(run, trained):
-    """Their tokens are not counted either."""
+    """Tokens of truncated responses are not counted either."""
     fields = {"train.mask_truncated": True, "sample.max_new_tokens": 12, "num_epochs": 1}
     line = vlm_runs.read_metrics(run(**fields))[-1]
     cut_off = round(line["answer/cut_off"] * 16)
@@ -344,7 +344,7 @@ def test_next_kl_weight_by_hand():
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_the_kl_weight_adapts_and_is_resumed(run, kl_in):
-    """Two epochs at once, and one after the other."""
+    """A resumed run continues with the adapted weight of an uninterrupted run."""
     fields = {"train.beta": 0.5, "train.kl_in": kl_in, "train.kl_target": 1e-4}
     fields |= {"train.kl_horizon": 16.0, "train.learning_rate": 0.01, "state_freq": 1}
     whole = vlm_runs.read_metrics(run(num_epochs=3, **fields, run_name="whole"))

@@ -55,7 +55,7 @@ class Brighter:
 
 @pytest.fixture
 def votes(tmp_path):
-    """Five pairs; `bright` agrees with the three easy ones."""
+    """Write five pairs; `bright` agrees with the three easy ones."""
     for name, level in LEVELS.items():
         Image.new("RGB", (8, 8), (level,) * 3).save(tmp_path / f"{name}.png")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

@@ -549,7 +549,7 @@ def test_only_the_transformer_in_use_is_resident_with_offload_idle(family, folde
             return adapter.velocity(policy.module, noise, torch.tensor(times), given, 1.0)
 
         def resident(experts=policy.transformer) -> list[int]:
-            """Return the numbers of the transformers whose weights are there."""
+            """Return the indices of the transformers whose weights are resident."""
             frozen = [
                 [p for p in e.parameters() if not p.requires_grad] for e in experts.children()
             ]
@@ -563,7 +563,7 @@ def test_only_the_transformer_in_use_is_resident_with_offload_idle(family, folde
         first = velocity(900.0, 900.0)
         (first + velocity(10.0, 10.0)).sum().backward()  # the backward pass needs both
         gradients = [p.grad for p in policy.parameters()]
-        velocity(10.0, 10.0)  # is never used
+        velocity(10.0, 10.0)  # never used
         with torch.no_grad():
             velocity(900.0, 900.0)
         assert resident() == ([0] if offload else [0, 1])
@@ -823,7 +823,7 @@ def test_weights_are_read_after_all_other_checks(family, folder, rejection_messa
 def test_source_videos_of_another_length_are_rejected_before(
     family, folder, rejection_message, frames
 ):
-    """Longer and shorter than the generated video; damaged frames are rejected as any image."""
+    """The length must be that of the generated video; damaged frames are rejected as well."""
     message = rejection_message(family, folder, frames=frames)
     assert "has 5 images" in message
     assert f"the {frames} frames of a source video" in message
