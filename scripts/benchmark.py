@@ -71,7 +71,7 @@ AGAINST = flags.DEFINE_string(
 )
 REFERENCE_MODEL = "sd3.5-medium"  # what reference_loops.py builds with random weights
 PROFILE = flags.DEFINE_bool(
-    "profile", False, "Also record one epoch: GPU time by class of kernel (needs a GPU)."
+    "profile", False, "Also record one epoch: GPU time by kernel class (needs a GPU)."
 )
 OUT = flags.DEFINE_string("out", "", "Also append the JSON line to this file.")
 

@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--flex", action="store_true", help="train with flex attention")
     parser.add_argument(
-        "--profile", action="store_true", help="also record GPU time by class of kernel"
+        "--profile", action="store_true", help="also record GPU time by kernel class"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Share of GPU time by class of kernel, for `--profile` of the benchmark scripts."""
+"""Measure GPU time by kernel class, for `--profile` of the benchmark scripts."""
 
 import re
 from collections import Counter
@@ -31,8 +31,8 @@ def profile_call(device: torch.device, call: Callable[[], Any]) -> dict[str, Any
     """Run `call` once under torch's profiler.
 
     Returns:
-        Seconds of the call, milliseconds of GPU time by class of kernel, largest first, and of the
-        time in which the GPU was idle, and the ten kernels that took most time.
+        Seconds of the call; milliseconds of GPU time by kernel class, including idle time, largest
+        first; and the ten kernels that took the most time.
     """
     start = synchronized_time(device)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -1,11 +1,11 @@
-"""Make an isolated environment for a reward whose packages are incompatible with the trainer's.
+"""Create an isolated environment for a reward whose packages are incompatible with the trainer's.
 
     python scripts/reward_env.py                 # list the environments
     python scripts/reward_env.py deqa
 
 The environment is a venv with the pinned packages of a lock file that ships with flow_grpo. A run
 with --config.reward_servers="{'deqa': 'env:deqa'}" starts and stops a reward server in it.
-Repeating the command checks the environment, and makes it again if the lock file has changed.
+Repeating the command checks the environment, and recreates it if the lock file has changed.
 """
 
 import sys
@@ -22,7 +22,7 @@ from flow_grpo.rewards.environments import (
 
 
 def main() -> None:
-    """Parse the command line, and list the environments or make one."""
+    """Parse the command line, and list the environments or create one."""
     parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(environment_names()))
     parser.add_argument("--python", default=sys.executable, help="interpreter; default: this one")
@@ -43,7 +43,7 @@ def list_environments() -> str:
     lines = []
     for name in environment_names():
         found = get_environment(name)
-        state = "ready" if found.is_complete() else "not made"
+        state = "ready" if found.is_complete() else "missing"
         lines.append(
             f"{name:12}  {state:8}  rewards {', '.join(found.rewards)}; Python {found.python}"
         )
@@ -52,7 +52,7 @@ def list_environments() -> str:
 
 
 def make(name: str, python: str, inherit: bool) -> None:
-    """Make and check an environment, and print how a run uses it."""
+    """Create and check an environment, and print how a run uses it."""
     from flow_grpo.rewards.environments.create import make_environment
 
     environment = get_environment(name, "NAME")

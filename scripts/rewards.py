@@ -2,7 +2,7 @@
 
     python scripts/rewards.py               # what each scores, size, speed, whether it is cached
     python scripts/rewards.py check pickscore --device cuda
-    python scripts/rewards.py check all     # those whose weights are here
+    python scripts/rewards.py check all     # those whose weights are cached
     python scripts/rewards.py agree votes --reward pickscore --reward clipscore --out agreement
     python scripts/rewards.py convert pytorch_model.bin model.safetensors
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flow_grpo.votes.agreement import PairScore, RewardAgreement
 
 ALL = "all"
-WRONG = 1  # exit code of a check whose pairs are ranked otherwise
+WRONG = 1  # exit code if pairs are not ranked as expected
 HEAD = ["reward", "weights", "parameters", "GiB", "images/s", "range", "licence", "scores"]
 
 
@@ -78,9 +78,9 @@ def main() -> None:
         "convert",
         prog=f"{prog} convert",
         help="convert pickled weights to safetensors",
-        description="Convert weights of torch.save to safetensors without executing code.",
+        description="Convert weights saved by torch.save to safetensors without executing code.",
     )
-    convert.add_argument("source", type=Path, metavar="IN", help="file of torch.save")
+    convert.add_argument("source", type=Path, metavar="IN", help="file written by torch.save")
     convert.add_argument("target", type=Path, metavar="OUT", help="new .safetensors file")
     convert.add_argument("--sha256", default="", metavar="DIGEST", help="expected checksum of IN")
     args = parser.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def add_reward_options(parser: ScriptParser) -> None:
-    """Add the options by which rewards are built."""
+    """Add the options from which rewards are built."""
     parser.add_argument(
         "--options",
         type=_parse_options,
@@ -305,7 +305,7 @@ def write_agreement(
 
 
 def _json_number(value: Any) -> Any:
-    """Replace NaN, which JSON does not have, by None."""
+    """Replace NaN, which JSON does not support, by None."""
     if isinstance(value, tuple):
         return [_json_number(each) for each in value]
     return None if isinstance(value, float) and math.isnan(value) else value

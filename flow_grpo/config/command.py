@@ -36,7 +36,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",
     "reproduce": "Check, train, benchmark and publish a published task",
-    "reward-env": "Make an isolated environment for a reward",
+    "reward-env": "Create an isolated environment for a reward",
     "rewards": "List and check the rewards, compare them with votes, convert weights",
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",

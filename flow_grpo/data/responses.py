@@ -76,7 +76,7 @@ class ResponseLayout(QuestionLayout):
 
     Args:
         response: Column of the response; "" for the first of `RESPONSE_COLUMNS`.
-        kind: What training reads.
+        kind: What training needs of a row.
         all_turns: Whether every assistant turn of a demonstration is a response.
     """
 
@@ -204,7 +204,7 @@ def load_responses(source: str, layout: ResponseLayout) -> list[GivenResponse]:
 def split_turns(row: GivenResponse) -> Iterator[GivenResponse]:
     """Yield a demonstration for each assistant turn of a conversation, the last one at the end.
 
-    The prompt of each are the turns before it. The sum of their losses is the loss of the whole
+    Its prompt consists of the turns before it. The sum of their losses is the loss of the whole
     conversation with all other turns masked out.
     """
     turns = [*row.history, Turn(USER, row.text)]

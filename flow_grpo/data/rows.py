@@ -33,7 +33,7 @@ Row = dict[str, Any]
 Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
-PARQUET_ROWS = 64  # rows of a parquet file that are read at once
+PARQUET_ROWS = 64  # rows of a parquet file that are read at a time
 INSTALL_HINT = "pip install -e '.[data]'"
 PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
@@ -228,7 +228,7 @@ def _csv_records(text: str, delimiter: str, path: Path) -> Iterator[tuple[str, l
 
 
 def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
-    """Yield (position, row) of a parquet file, with images as bytes; few rows are in memory."""
+    """Yield (position, row) of a parquet file, with images as bytes; read it in small batches."""
     parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
     number = 0
     with _parquet_errors(path):
@@ -248,7 +248,7 @@ def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
 
 @contextmanager
 def _parquet_errors(path: Path) -> Iterator[None]:
-    """Context manager that turns pyarrow's errors, which are ValueErrors, into a UserError."""
+    """Turn pyarrow's errors, which are ValueErrors, into a UserError."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -207,7 +207,7 @@ TINY: dict[str, FieldValues] = {
             BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
         },
     },
-    # The small model of video with sound learns color, direction and number of beeps. The settings
+    # The small model of videos with sound learns color, direction and number of beeps. The settings
     # are the same with and without a GPU.
     "tiny_video": {
         PARENT_KEY: "tiny_nft",

@@ -31,9 +31,9 @@ def missing_compile_dependency() -> str:
 def compile_or_eager(
     function: Callable, *, dynamic: bool | None = True, fullgraph: bool = False
 ) -> Callable:
-    """Return a compiled version of a function; without what a compiler needs, the function itself.
+    """Compile a function, or return it unchanged if something that the compiler needs is missing.
 
-    If compilation fails at a call, it logs a warning and is replaced by the function itself.
+    If compilation fails at a call, a warning is logged and the original function is used.
 
     Args:
         function: The function.
@@ -65,5 +65,5 @@ def compile_or_eager(
     return call
 
 
-# for functions that are looked up again in every step
+# For functions that are looked up again in every step.
 compile_once = cache(compile_or_eager)

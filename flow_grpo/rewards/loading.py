@@ -47,7 +47,7 @@ LOAD_ERRORS = (
 )
 
 
-# Torch names its reader of zip files in errors about damaged ones, and what it does not load.
+# Torch's errors name its reader of zip files if a file is damaged, and globals that it rejects.
 TORCH_READER = "PytorchStreamReader"
 REJECTED_GLOBAL = re.compile(r"(?:GLOBAL|function) ([\w.]+)")
 
@@ -55,7 +55,7 @@ REJECTED_GLOBAL = re.compile(r"(?:GLOBAL|function) ([\w.]+)")
 def _pickle_error(error: pickle.UnpicklingError, option: str, source: str) -> UserError:
     """Return the error for a pickle with objects other than tensors, or a damaged one.
 
-    Torch's own message advises to execute the code.
+    Torch's own message is not used, because it advises executing the code.
     """
     named = REJECTED_GLOBAL.search(str(error))
     what = f" ({named[1]})" if named else ""

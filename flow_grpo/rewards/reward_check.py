@@ -72,16 +72,16 @@ def check_reward(
         name: Name of the reward.
         options: Its options.
         device: Device of a model.
-        server: URL of a reward server that scores it instead.
+        server: URL of a reward server that computes it instead.
 
     Raises:
-        UserError: The reward cannot be loaded, or people give its scores.
+        UserError: The reward cannot be loaded, or its scores are votes of people.
     """
     card = get_card(name)
     pairs = example_pairs(card.pairs, options)
     if not pairs:
         raise UserError(
-            "has no example pairs, because people give its scores",
+            "has no example pairs, because its scores are votes of people",
             field=f"reward {name!r}",
             hint="flow-grpo vote shows its page",
         )

@@ -1,4 +1,4 @@
-"""Rewards that share a GPU by turns, because their networks do not fit on it together."""
+"""Let rewards take turns on a GPU on which their networks do not fit together."""
 
 import threading
 from collections.abc import Iterator

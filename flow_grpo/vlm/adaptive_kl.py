@@ -4,7 +4,7 @@ After each epoch the weight is multiplied by
 
     1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon
 
-so that the KL approaches the target. The rule of EasyR1 (hiyouga/EasyR1@b44b311,
+so that the KL approaches the target. This is the rule of EasyR1 (hiyouga/EasyR1@b44b311,
 verl/trainer/core_algos.py, lines 44 to 58) and OpenRLHF.
 """
 

@@ -139,7 +139,7 @@ class VlmSampleConfig:
     filter_reward: str = setting(
         "",
         'With refills: also replace groups whose mean of this reward, or of "avg", is not between '
-        "filter_low and filter_high; groups that stay are not trained.",
+        "filter_low and filter_high; groups that remain outside are not trained on.",
         requires="sample.refills",
     )
     filter_low: float = setting(
@@ -455,7 +455,7 @@ class VlmConfig(shared.SharedFields):
         "that datasets may be larger than the memory; empty keeps them in memory.",
     )
     max_samples: int = setting(
-        0, "Use only the first rows of each training set, this many; 0 uses all.", at_least=0
+        0, "Number of rows of each training set to use, from its start; 0 uses all.", at_least=0
     )
     answer_key: str = setting(
         "answer",

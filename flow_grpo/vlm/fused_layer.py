@@ -85,7 +85,7 @@ def _single_query_attention(
     return attend_single_query(query, *view, mask, scale).flatten(1).contiguous()
 
 
-# opaque to the compiler, which would copy the cache in view
+# Opaque to the compiler, which would otherwise copy the part of the cache that is read.
 single_query_attention_op = torch.library.custom_op(
     "flow_grpo::single_query_attention", _single_query_attention, mutates_args=()
 )

@@ -176,9 +176,9 @@ class Rollout:
         self.is_trained = np.repeat(by_group.any(1), self.plan.group_size)
 
     def keep_groups_within(self, reward: str, low: float, high: float) -> None:
-        """Train only groups whose mean of a reward is between the bounds, both exclusive.
+        """Train on only the groups whose mean of a reward is between the bounds, both exclusive.
 
-        Samples without a score are ignored; a group without any score is not trained.
+        Samples without a score are ignored; a group without any score is excluded.
         """
         scores = self.scores[reward].reshape(-1, self.plan.group_size)
         counts = np.isfinite(scores).sum(1)
@@ -187,7 +187,7 @@ class Rollout:
         self.is_trained &= np.repeat(kept, self.plan.group_size)
 
     def mask_truncated(self) -> None:
-        """Train only responses that ended before the limit."""
+        """Train on only the responses that ended before the limit."""
         self.is_trained &= self.scores[EOS_REACHED] == 1
 
     def updates(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Agreement of a reward with a preference set: how often it prefers the image that people prefer.
+"""Measure how often a reward prefers the image that people prefer, on a preference set.
 
 - *accuracy*: fraction of pairs whose preferred image has the higher score; a tie counts half.
 - *AUC*: probability that a preferred image of any pair scores higher than a rejected image of any

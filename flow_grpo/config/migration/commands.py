@@ -17,8 +17,8 @@ from flow_grpo.config.migration.trl_offline import TRL_DPO, TRL_KTO, TRL_SFT
 from flow_grpo.errors import UserError
 
 MAX_FILE_BYTES = 2**20
+# Their options are --name value; those of the others are name=value.
 FLAG_PROJECTS = (LMM_R1, TRL, TRL_SFT, TRL_DPO, TRL_KTO, LMM_R1_SFT)
-# options are --name value; those of others are name=value
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(\S*)")
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 # Options of accelerate launch and torchrun.
@@ -214,7 +214,7 @@ def _read_options(
 
 
 def _ends_command(word: str) -> bool:
-    """Return whether a word is a redirection or separator of the shell, but not a token <|...|>."""
+    """Return whether a word is a shell redirection or separator; a token <|...|> is neither."""
     if word.startswith("<|"):
         return False
     return word in ("&", "&&", "|", ";", ">", "2>&1", "||") or word[:1] in ("<", ">")

@@ -303,7 +303,7 @@ def _derive_loss(given: Mapping[str, Any]) -> Settings:
     ours["train.beta"] = given["algorithm.kl_coef"]
     ours["train.kl"] = KL_ESTIMATORS.get(given["algorithm.kl_penalty"], "k3")
     ours["train.kl_in"] = "loss" if given["algorithm.use_kl_loss"] else "reward"
-    # a KL in the loss is not adapted: verl/trainer/ray_trainer.py, lines 634 to 640
+    # the weight of a KL in the loss is constant: verl/trainer/ray_trainer.py, lines 634 to 640
     if given.get("algorithm.kl_type") == "adaptive" and not given["algorithm.use_kl_loss"]:
         ours["train.kl_target"] = value_of(given, "algorithm.kl_target", 0.1)
         ours["train.kl_horizon"] = value_of(given, "algorithm.kl_horizon", 10_000.0)

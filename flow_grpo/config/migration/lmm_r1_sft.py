@@ -1,7 +1,7 @@
 """Options of the SFT of LMM-R1 and OpenRLHF.
 
-Read from github.com/TideDra/lmm-r1 at 2e98315, openrlhf/cli/train_sft.py. Options that its RL
-trainer has as well are those of lmm_r1.py. An epoch here is one update there.
+Read from github.com/TideDra/lmm-r1 at 2e98315, openrlhf/cli/train_sft.py. Options that it
+shares with the RL trainer are defined in lmm_r1.py. An epoch here is one update there.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Options of TRL's SFT, DPO and KTO.
 
 Read from github.com/huggingface/trl at f2cd577: trl/trainer/sft_config.py (lines 143 to 302),
-dpo_config.py (150 to 336) and kto_config.py (115 to 241); the options of models and data sets are
+dpo_config.py (150 to 336) and kto_config.py (115 to 241); the options of models and datasets are
 those of trl.py. An epoch here is one update there.
 """
 
@@ -25,7 +25,7 @@ from flow_grpo.config.migration.trl import ADAPTIVE, GROUPS, KEYS
 PACKED = "sequences are packed"
 OTHER_LOSS = "only the losses sft, dpo (sigmoid), ipo and kto are supported"
 LENGTHS = "longer rows are rejected, or dropped with filter_overlong_prompts, never truncated"
-# options of models, data sets and the optimizer, which mean the same as in GRPO
+# Options of models, datasets and the optimizer, which mean the same as in GRPO.
 SAME = str.split(
     "learning_rate model_name_or_path model_revision dtype bf16 fp16 use_peft lora_r "
     "lora_alpha lora_dropout lora_target_modules load_in_4bit load_in_8bit dataset_name "

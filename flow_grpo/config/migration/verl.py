@@ -256,7 +256,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
     if place == "loss" or given["algorithm.use_kl_in_reward"]:
         estimator = KL_ESTIMATORS.get(str(given[kind]).rstrip("+"), "k3")
         ours |= {"train.beta": given[beta], "train.kl": estimator, "train.kl_in": place}
-    # a KL in the loss is not adapted
+    # the weight of a KL in the loss is constant
     if ours["train.beta"] and place == "reward" and given.get(f"{KL}.type") == "adaptive":
         ours["train.kl_target"] = value_of(given, f"{KL}.target_kl", 0.1)
         ours["train.kl_horizon"] = value_of(given, f"{KL}.horizon", 10_000)

@@ -202,7 +202,7 @@ def check_model(
             hint="set sample.num_steps and sample.eval_num_steps to at least 2",
         )
     has_two = parts["pipeline"].get("boundary_ratio") is not None
-    if has_two and not alternates:  # ranks at different transformers would wait for each other
+    if has_two and not alternates:  # ranks running different transformers would deadlock
         raise UserError(
             "has two transformers, which is incompatible with ZeRO-3 and FSDP1",
             field="pretrained.model",

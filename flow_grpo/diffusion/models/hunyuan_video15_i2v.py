@@ -15,7 +15,7 @@ from flow_grpo.diffusion.models.prompt_cache import Embedding
 class HunyuanVideo15ImageToVideoAdapter(HunyuanVideo15Adapter):
     """Adapt HunyuanVideo 1.5 image-to-video, with one source image.
 
-    The pipeline chooses the size of the video from the ratio of the image; here the image is
+    The pipeline chooses the size of the video from the aspect ratio of the image; here the image is
     resized to the size of the video.
     """
 

@@ -1,7 +1,7 @@
 """Adapt Wan 2.1, video-to-video: sampling starts from a noisy version of a source video.
 
 The source is encoded as latents s, and the first of the sampled steps, at noise level sigma, starts
-from (1 - sigma) s + sigma noise. A share of 1 - STRENGTH of the pipeline's steps is skipped, so
+from (1 - sigma) s + sigma noise. A fraction 1 - STRENGTH of the pipeline's steps is skipped, so
 `sample.num_steps` counts the steps that are taken.
 """
 

@@ -1,7 +1,7 @@
 """Isolated environments of rewards whose packages are incompatible with those of the trainer.
 
 An environment is a virtual environment with the pinned packages of a lock file in this directory.
-`flow-grpo reward-env NAME` makes it (create.py); with `reward_servers={'deqa': 'env:deqa'}` a run
+`flow-grpo reward-env NAME` creates it (create.py); with `reward_servers={'deqa': 'env:deqa'}` a run
 starts a reward server in it (workers/environment.py).
 
 The first comment lines of a lock file name its rewards and the versions of Python that it supports:
@@ -29,7 +29,7 @@ HEADER = re.compile(r"^# (\w+): (.+)$", re.M)
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment that can be made.
+    """An environment that can be created.
 
     Args:
         name: Name of the environment and of its lock file.
@@ -57,7 +57,7 @@ class Environment:
         return hashlib.sha256(self.lock.read_bytes()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """Return how the environment was made; {} if it is incomplete."""
+        """Return how the environment was created; {} if it is incomplete."""
         try:
             record = json.loads((self.folder / RECORD).read_text("utf-8"))
         except (OSError, ValueError):
@@ -65,7 +65,7 @@ class Environment:
         return record if isinstance(record, dict) else {}
 
     def is_complete(self) -> bool:
-        """Return whether it was made from this lock file and passed its health check."""
+        """Return whether it was created from this lock file and passed its health check."""
         return self.record().get("lock") == self.checksum()
 
 
@@ -78,7 +78,7 @@ def environments_folder() -> Path:
 
 
 def environment_names() -> list[str]:
-    """Return the names of the environments that can be made."""
+    """Return the names of the environments that can be created."""
     return sorted(path.stem for path in LOCK_FILES.glob("*.txt"))
 
 
@@ -116,13 +116,15 @@ def require_environment(url: str, reward: str) -> Environment:
         reward: Reward that it serves, for the message.
 
     Raises:
-        UserError: It is unknown, not made yet, or was made from another lock file.
+        UserError: It is unknown, does not exist yet, or was created from another lock file.
     """
     field = f"reward_servers.{reward}"
     found = get_environment(url.strip().removeprefix(SCHEME), field)
     if not found.is_complete():
-        state = "was made from another lock file" if found.folder.exists() else "does not exist yet"
+        state = (
+            "was created from another lock file" if found.folder.exists() else "does not exist yet"
+        )
         raise UserError(
-            state, field=field, value=url, hint=f"make it: flow-grpo reward-env {found.name}"
+            state, field=field, value=url, hint=f"create it: flow-grpo reward-env {found.name}"
         )
     return found

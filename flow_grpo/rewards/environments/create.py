@@ -1,4 +1,4 @@
-"""Make an isolated environment: venv, pinned packages, health check."""
+"""Create an isolated environment: venv, pinned packages, health check."""
 
 import fcntl
 import json
@@ -30,17 +30,17 @@ Log = Callable[[str], None]
 def make_environment(
     environment: Environment, *, python: str = sys.executable, inherit: bool = False, log: Log
 ) -> None:
-    """Make an environment and check that a reward server works in it.
+    """Create an environment and check that a reward server works in it.
 
     Args:
-        environment: What to make. One that is complete is only checked.
+        environment: What to create. A complete one is only checked.
         python: Interpreter of the environment.
-        inherit: Install nothing: the environment sees the packages of this one. It isolates the
-            process, but not the versions.
+        inherit: Install nothing: the environment uses the packages of this one, which isolates
+            the process, but not the versions.
         log: Called with each step.
 
     Raises:
-        UserError: The interpreter is unsupported, pip fails, or the health check does.
+        UserError: The interpreter is unsupported, or pip or the health check fails.
     """
     with _lock(environment):
         record = {
@@ -60,7 +60,7 @@ def make_environment(
 
 @contextmanager
 def _lock(environment: Environment) -> Iterator[None]:
-    """Keep two processes from making the same environment at the same time."""
+    """Keep two processes from creating the same environment at the same time."""
     path = environment.folder.with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -68,7 +68,7 @@ def _lock(environment: Environment) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                "is being made by another process", field=environment.folder, hint="wait for it"
+                "is being created by another process", field=environment.folder, hint="wait for it"
             ) from error
         yield
 
@@ -97,7 +97,7 @@ def _make(environment: Environment, python: str, inherit: bool, log: Log) -> Non
     if folder.exists() and not (folder / VENV_FILE).is_file():
         raise UserError("exists and is not a virtual environment", field=folder, hint="remove it")
     shutil.rmtree(folder, ignore_errors=True)
-    log(f"making {folder} with {python}")
+    log(f"creating {folder} with {python}")
     pip = ["--without-pip"] if inherit else []
     _run([python, "-m", "venv", *pip, str(folder)], "venv")
     site = _site_packages(environment)

@@ -1,8 +1,8 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): visual quality, motion quality, text alignment.
 
-Qwen2-VL-2B with a linear head without bias at one special token for each of the three
-(KwaiVGI/VideoAlign: trainer.py, inference.py, prompt_template.py, vision_process.py). The prompt is
-in the block of text alignment, the last one, so that it cannot affect the other two.
+The model is Qwen2-VL-2B with a linear head, without bias, at one special token for each of the
+three (KwaiVGI/VideoAlign: trainer.py, inference.py, prompt_template.py, vision_process.py). The
+prompt is in the last block, that of text alignment, so that it cannot affect the other two.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ FPS = 2.0  # of the frames that are scored
 MIN_FRAMES, MAX_FRAMES = 4, 768
 MIN_TOKENS, MAX_TOKENS = 128, 256  # of a frame
 LORA_ALPHA = 128
-# Mean and standard deviation by which each dimension is normalized, of the published
-# model_config.json (`inference_config`).
+# Mean and standard deviation that normalize each dimension, from the published model_config.json
+# (`inference_config`).
 DIMENSIONS = {"vq": (3.6757, 2.2476), "mq": (1.1646, 1.3811), "ta": (2.8105, 2.5121)}
 OVERALL = "overall"
 

@@ -1,8 +1,8 @@
-"""A reward that a server in an isolated environment computes; the run starts and stops it.
+"""Reward that is computed by a server in an isolated environment, which the run starts and stops.
 
 The run opens the listening socket and passes it to the server. Requests that arrive while the
 server loads its model, or is restarted after a crash, wait in the socket's backlog: the port never
-changes, and nobody else can take it.
+changes, and no other process can take it.
 """
 
 import json
@@ -117,7 +117,7 @@ class EnvironmentServer:
         self._listener.close()
 
     def _keep_running(self) -> None:
-        """Run the server again whenever it ends, until `close`, or until its first start fails."""
+        """Restart the server whenever it ends, until `close` or a failure of the first start."""
         delay = MIN_RESTART_DELAY
         while True:
             started = time.monotonic()

@@ -11,7 +11,8 @@ if its update moves the ratio further away from 1 and
 where the budget per token is the 90 % quantile of D in the response, limited to
 [budget, 2 budget].
 
-The formula of UniRL (Tencent-Hunyuan/UniRL@30899fc, unirl/algorithms/cppo.py, lines 39 to 114).
+This is the formula of UniRL (Tencent-Hunyuan/UniRL@30899fc, unirl/algorithms/cppo.py, lines 39 to
+114).
 """
 
 from dataclasses import dataclass

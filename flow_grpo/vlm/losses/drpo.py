@@ -5,8 +5,8 @@ tokens whose probability moved in the direction of their advantage are held back
 how far it moved. A token with a small probability may therefore change its ratio r a lot, which a
 clip of the ratio prevents.
 
-The formula of UniRL (Tencent-Hunyuan/UniRL@1a7b501, unirl/algorithms/drpo.py, lines 97 to 159, with
-the default `penalty_mu_weighted=True`).
+This is the formula of UniRL (Tencent-Hunyuan/UniRL@1a7b501, unirl/algorithms/drpo.py, lines 97 to
+159, with the default `penalty_mu_weighted=True`).
 """
 
 from dataclasses import dataclass

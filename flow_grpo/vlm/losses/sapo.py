@@ -5,8 +5,8 @@ r by f(r) = 4 / tau * sigmoid(tau (r - 1)), whose derivative is 1 at r = 1 and d
 both sides. Negative advantages raise the logits of all tokens that were not sampled, which is less
 stable, so they get a larger temperature tau and their gradients decay faster.
 
-The formula of EasyR1 (hiyouga/EasyR1@b44b311, verl/trainer/core_algos.py, lines 490 to 495) and TRL
-(huggingface/trl@f2cd577, trl/trainer/grpo_trainer.py, lines 3092 to 3095).
+This is the formula of EasyR1 (hiyouga/EasyR1@b44b311, verl/trainer/core_algos.py, lines 490 to 495)
+and TRL (huggingface/trl@f2cd577, trl/trainer/grpo_trainer.py, lines 3092 to 3095).
 """
 
 from dataclasses import dataclass
