@@ -193,9 +193,7 @@ class QuestionLayout(RowLayout[Question]):
         images, videos = resolve_media(chat, row, shown, self.media_folder(folder), where)
         images = cache_images(images, self.image_cache)
         answer = _parse_answer(row, self.answer, where) if self.answer else ""
-        left_out = {*self.images, *self.videos}
-        if name == CHAT_COLUMN:
-            left_out.add(CHAT_COLUMN)
+        left_out = {name, *self.images, *self.videos}
         rest = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
         metadata = {**to_jsonable(rest), "question": text, "answer": answer}
         history = tuple(chat.turns[:-1])

@@ -2,10 +2,11 @@
 
 After each epoch the weight is multiplied by
 
-    1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon
+    1 + clip(kl / target - 1, -0.2, 0.2) * min(samples / horizon, 1)
 
 so that the KL approaches the target. This is the rule of EasyR1 (hiyouga/EasyR1@b44b311,
-verl/trainer/core_algos.py, lines 44 to 58) and OpenRLHF.
+verl/trainer/core_algos.py, lines 44 to 58) and OpenRLHF, except for the minimum, without which a
+short horizon makes the weight negative.
 """
 
 import math
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_ERROR = 0.2  # of the relative deviation of the KL from its target
+KL_BETA = "kl_beta"  # `train.beta` of the run that wrote a checkpoint
 KL_WEIGHT = "kl_weight"  # name in `Progress.algorithm`, and of the logged metric
 
 
@@ -23,17 +25,21 @@ def next_kl_weight(
     if not math.isfinite(kl):
         return weight
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
-    return weight * (1 + error * samples / horizon)
+    return weight * (1 + error * min(samples / horizon, 1))
 
 
 def current_kl_weight(train: Any, state: Mapping[str, float]) -> float:
     """Return the weight of the KL of the current epoch.
 
+    It starts at `train.beta`, also in a run that is resumed with another one.
+
     Args:
         train: The config's `train` section.
         state: `Progress.algorithm`, which a checkpoint contains.
     """
-    return state.get(KL_WEIGHT, train.beta) if train.kl_target else train.beta
+    if not train.kl_target or state.get(KL_BETA, train.beta) != train.beta:
+        return train.beta
+    return state.get(KL_WEIGHT, train.beta)
 
 
 def update_kl_weight(
@@ -50,6 +56,7 @@ def update_kl_weight(
     if not train.kl_target:
         return {}
     used = current_kl_weight(train, state)
+    state[KL_BETA] = train.beta
     state[KL_WEIGHT] = next_kl_weight(
         used,
         metrics.get("train/kl", math.nan),

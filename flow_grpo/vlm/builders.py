@@ -1,5 +1,6 @@
 """Build the model, policy and rollout engine of a VLM run, for training and for evaluation."""
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
+from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
@@ -33,6 +35,8 @@ from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import RolloutEngine, image_metadata, reward_metadata
 from flow_grpo.vlm.vllm_engine import build_vllm_engine, reject_videos
+
+logger = logging.getLogger("flow_grpo")
 
 
 def check_media(config: VlmConfig, questions: list[Question], accelerator: Accelerator) -> None:
@@ -149,11 +153,22 @@ def build_policy(
         gradient_checkpointing=train.gradient_checkpointing,
         compute_dtype=dtype,
         flex_attention=use_flex_attention,
-        compiled=config.compile and dtype is not None and device.type == "cuda",
+        compiled=config.compile and _can_compile(dtype, device),
         seed=config.seed,
     )
     raise_on_all_ranks(accelerator, lambda: check_forward_parity(policy.network))
     return policy
+
+
+def _can_compile(dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Return whether decoder layers can be compiled here; otherwise log why not."""
+    if dtype is None or device.type != "cuda":
+        missing = "a GPU and mixed_precision=bf16"
+    else:
+        missing = missing_compile_dependency()
+    if missing:
+        logger.warning("compile=True has no effect: it needs %s", missing)
+    return not missing
 
 
 def build_engine(

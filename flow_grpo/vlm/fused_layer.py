@@ -33,6 +33,7 @@ LAYER_CLASSES = {
     "Qwen3DecoderLayer",
     "Qwen3VLTextDecoderLayer",
 }
+WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")  # in `decoder_layer`
 
 
 class LayerWeights(NamedTuple):
@@ -164,7 +165,7 @@ class FusedDecoder:
         self.layers = {
             layer: (layer_weights(layer, dtype), layer_shape(layer))
             for layer in getattr(decoder, "layers", ())
-            if is_supported(layer)
+            if is_supported(layer, dtype)
         }
         self.function = decoder_layer
         if next(decoder.parameters()).is_cuda:
@@ -211,16 +212,20 @@ class FusedDecoder:
             )
 
 
-def is_supported(layer: nn.Module) -> bool:
-    """Return whether `decoder_layer` computes this layer, and its weights can be merged."""
+def is_supported(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether `decoder_layer` computes this layer.
+
+    Layers whose weights need not be copied to merge LoRA or to cast them are left as they are,
+    because concatenating their projections would take memory.
+    """
     if type(layer).__name__ not in LAYER_CLASSES:
         return False
-    attention, mlp = layer.self_attn, layer.mlp
+    linear = projections(layer)
     return (
-        getattr(attention, "sliding_window", None) is None
-        and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        and getattr(mlp.gate_proj, "bias", None) is None
-        and all(_is_dense(x) for x in projections(layer).values())
+        getattr(layer.self_attn, "sliding_window", None) is None
+        and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
+        and all(linear[name].bias is None for name in WITHOUT_BIAS)
+        and all(_is_copied(module, dtype) for module in linear.values())
     )
 
 
@@ -232,11 +237,11 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _is_dense(projection: nn.Module) -> bool:
-    """Return whether a projection equals a product with one matrix, possibly with LoRA added."""
+def _is_copied(projection: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a projection is a product with one matrix that `dense_weight` copies."""
     if isinstance(projection, lora.LoraLayer):
         return is_mergeable(projection)
-    return type(projection) is nn.Linear
+    return type(projection) is nn.Linear and projection.weight.dtype != dtype
 
 
 def layer_weights(layer: nn.Module, dtype: torch.dtype) -> LayerWeights:

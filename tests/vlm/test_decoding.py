@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.perf import compile_utils
 from flow_grpo.perf.lora import disable_lora, lora_layers
+from flow_grpo.perf.quantization import quantize_linears
 from flow_grpo.vlm import attention, fused_layer, sampling
 from flow_grpo.vlm.attention import rotary_modules, single_query_attention
 from flow_grpo.vlm.decoding import (
@@ -235,6 +236,18 @@ def test_fused_decoder_layers_equal_those_of_transformers(kind):
         torch.testing.assert_close(ours.log_probs[i], theirs.log_probs[i], rtol=0, atol=1e-4)
     assert decoder.layers[0].forward is before
     assert "forward" not in vars(decoder.layers[1])
+
+
+def test_decoder_layers_that_are_not_fused():
+    """Layers with other biases, quantized weights, and weights that need no copy."""
+    config = LlamaForCausalLM.config_class(**small_vlm.TEXT, attention_bias=True)
+    biased = VlmPolicy(LlamaForCausalLM(config), processors=[]).model.get_decoder()
+    plain = LlamaForCausalLM(LlamaForCausalLM.config_class(**small_vlm.TEXT)).model
+    assert not FusedDecoder(biased, torch.bfloat16).layers
+    assert not FusedDecoder(plain, torch.float32).layers
+    assert FusedDecoder(plain, torch.bfloat16).layers
+    quantize_linears([plain], "nf4", torch.device("cpu"))
+    assert not FusedDecoder(plain, torch.bfloat16).layers
 
 
 def test_compiled_training_shares_code_between_layers(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle
 from typing import Any
@@ -21,7 +22,7 @@ from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.quantization import QuantizedLinear
 from flow_grpo.untrusted_files import flatten_fields
 from flow_grpo.vlm import fields, presets
-from flow_grpo.vlm.adaptive_kl import next_kl_weight
+from flow_grpo.vlm.adaptive_kl import current_kl_weight, next_kl_weight, update_kl_weight
 from flow_grpo.vlm.advantages import ResponseTensors
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
@@ -340,6 +341,15 @@ def test_next_kl_weight_by_hand():
         assert next_kl_weight(2.0, kl, **rule) == pytest.approx(expected)
     for kl in (math.nan, math.inf):
         assert next_kl_weight(2.0, kl, **rule) == 2.0
+    # a short horizon does not make the weight negative
+    assert next_kl_weight(2.0, 0.0, **{**rule, "horizon": 1.0}) == pytest.approx(1.6)
+
+
+def test_the_adapted_kl_weight_restarts_if_beta_changes():
+    train, state = fields.VlmTrainConfig(beta=0.5, kl_target=0.1), {}
+    update_kl_weight(train, state, {"train/kl": 1.0}, samples=10_000)
+    assert current_kl_weight(train, state) == pytest.approx(0.6)
+    assert current_kl_weight(replace(train, beta=0.2), state) == 0.2
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])

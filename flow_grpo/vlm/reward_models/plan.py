@@ -27,6 +27,7 @@ UNUSED_SETTINGS = (
     "sample.engine",
     "train.beta",
     "train.aggregation",
+    "compile",
 )
 
 
