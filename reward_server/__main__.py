@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_server(args: argparse.Namespace) -> None:
     """Bind the port, build the scorers and serve them; or print the OpenAPI schema."""
+    if args.fd is not None:
+        supervise(args.fd, args.parent_pid)
     # Slow imports; --help and argument errors do not need them.
     try:
         from reward_server.app import openapi
@@ -61,8 +63,6 @@ def _run_server(args: argparse.Namespace) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
-    if args.fd is not None:
-        supervise(args.fd)
     token = _read_token(args.token_env)
     custom = dict(args.custom)
     args.rewards = list(dict.fromkeys([*args.rewards, *custom]))

@@ -49,6 +49,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="descriptor of an inherited listening socket instead of --host and --port; the server "
         "ends with the process that started it",
     )
+    add(
+        "--parent-pid",
+        type=_parse_positive_int,
+        metavar="PID",
+        help="that process: with --fd, the server exits if it has already ended",
+    )
     add("--token-env", metavar="NAME", help="environment variable with the required token")
     add(
         "--workers",

@@ -8,7 +8,6 @@ with --config.reward_servers="{'deqa': 'env:deqa'}" starts and stops a reward se
 Repeating the command checks the environment, and recreates it if the lock file has changed.
 """
 
-import sys
 import time
 
 from flow_grpo.config import command_line
@@ -25,7 +24,7 @@ def main() -> None:
     """Parse the command line, and list the environments or create one."""
     parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(environment_names()))
-    parser.add_argument("--python", default=sys.executable, help="interpreter; default: this one")
+    parser.add_argument("--python", help="interpreter; default: this one")
     parser.add_argument(
         "--inherit",
         action="store_true",
@@ -51,8 +50,8 @@ def list_environments() -> str:
     return "\n".join([*lines, "", folder])
 
 
-def make(name: str, python: str, inherit: bool) -> None:
-    """Create and check an environment, and print how a run uses it."""
+def make(name: str, python: str | None, inherit: bool) -> None:
+    """Make and check an environment, and print how a run uses it."""
     from flow_grpo.rewards.environments.create import make_environment
 
     environment = get_environment(name, "NAME")

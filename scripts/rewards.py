@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flow_grpo.atomic_io import check_output_folder
 from flow_grpo.config import command_line
 from flow_grpo.config.error_reporting import ScriptParser, invoked_command, print_text
 from flow_grpo.errors import UserError
@@ -258,7 +259,11 @@ def measure_rewards(args: Namespace) -> None:
 
 
 def _check_output(out: Path) -> None:
-    """Reject a directory that has files, and a missing matplotlib, before anything is scored."""
+    """Reject a directory that has files or cannot be made, and a missing matplotlib.
+
+    Nothing has been scored yet.
+    """
+    check_output_folder(out, "--out", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError("is not empty", field="--out", value=str(out), hint="use a new directory")
     if importlib.util.find_spec("matplotlib") is None:

@@ -118,6 +118,25 @@ def explain_load_errors(
         ) from error
 
 
+@contextmanager
+def explain_template_errors(option: str, source: str) -> Iterator[None]:
+    """Context manager that turns any exception of a chat template into a `UserError`.
+
+    Args:
+        option: Name of the option that names the model.
+        source: Its value.
+    """
+    try:
+        yield
+    except Exception as error:  # a template is a program and can raise anything
+        raise UserError(
+            f"has a chat template that fails ({type(error).__name__}: {first_line(error)})",
+            field=option,
+            value=source,
+            hint="use the files that the model's authors published",
+        ) from error
+
+
 def load_network(
     network_class: type,
     source: str,

@@ -35,6 +35,7 @@ from flow_grpo.rewards.frozen_model import SCORE, FrozenModel, Values, finite_or
 from flow_grpo.rewards.loading import (
     Weights,
     explain_load_errors,
+    explain_template_errors,
     find_file,
     load_chat_template,
     load_config,
@@ -170,7 +171,9 @@ class QwenVlRegression(FrozenModel, Scorer):
         tokenizer = load_tokenizer(self.processor, tokens=tokens, extra=extra, **option)
         if not tokenizer.chat_template:
             tokenizer.chat_template = load_chat_template(self.processor, **option)
-        if self._render(tokenizer, "", 1).count(PLACEHOLDERS[self.visual_kind]) != 1:
+        with explain_template_errors("processor", self.processor):
+            rendered = self._render(tokenizer, "", 1)
+        if rendered.count(PLACEHOLDERS[self.visual_kind]) != 1:
             raise UserError(
                 f"has a chat template without {self.visual_kind}s",
                 field="processor",

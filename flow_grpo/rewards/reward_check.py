@@ -86,27 +86,30 @@ def check_reward(
             hint="flow-grpo vote shows its page",
         )
     start = time.perf_counter()
-    scorer = build_scorers(
-        [name],
-        device=device,
-        options={name: options} if options else {},
-        servers={name: server},
-        policy=POLICY,
-    )[name]
+    scorer = None
     try:
+        scorer = build_scorers(
+            [name],
+            device=device,
+            options={name: options} if options else {},
+            servers={name: server},
+            policy=POLICY,
+        )[name]
         scorer.check_servers()
         loaded = time.perf_counter()
         scored = score_pairs(scorer, pairs)
         return CheckResult(name, scored, loaded - start, time.perf_counter() - loaded)
     except UserError:
         raise
-    except Exception as error:  # of a library, on the samples of this check
+    except Exception as error:  # of a library, while loading or on the samples of this check
+        step = "cannot be loaded" if scorer is None else "fails on the example pairs"
         raise UserError(
-            f"fails on the example pairs: {type(error).__name__}: {first_line(error)}",
+            f"{step}: {type(error).__name__}: {first_line(error)}",
             field=f"reward {name!r}",
         ) from error
     finally:
-        scorer.close()
+        if scorer is not None:
+            scorer.close()
 
 
 def score_pairs(scorer: Scorer, pairs: list[ExamplePair]) -> list[ScoredPair]:

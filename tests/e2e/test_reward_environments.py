@@ -19,6 +19,8 @@ from user_errors import raises_user_error
 
 from flow_grpo.rewards import build_scorers
 from flow_grpo.rewards.environments import RECORD, environment_names, get_environment
+from flow_grpo.rewards.environments.create import make_environment
+from flow_grpo.rewards.workers.environment import EnvironmentServer
 
 # Counts its calls, and the third one waits until the server is killed.
 GATED = MODELING.replace(
@@ -136,6 +138,8 @@ def test_wrong_environments_are_reported(environments, tmp_path, monkeypatch):
         build_scorers(["deqa"], servers={"deqa": "env:deqa"})
     monkeypatch.setenv("FLOW_GRPO_REWARD_ENVS", str(environments))
     record = environments / "deqa" / RECORD
+    done = run_script("scripts/reward_env.py", "deqa", "--inherit", "--python", "/bin/false")
+    assert "is not a Python interpreter" in done.stderr
     content = record.read_text()
     record.write_text(json.dumps({**json.loads(content), "lock": "of an earlier version"}))
     try:
@@ -143,6 +147,29 @@ def test_wrong_environments_are_reported(environments, tmp_path, monkeypatch):
             build_scorers(["deqa"], servers={"deqa": "env:deqa"})
     finally:
         record.write_text(content)
+    [site] = (environments / "deqa").glob("lib/*/site-packages")
+    (site / "sitecustomize.py").write_text("import os; os._exit(3)")
+    try:
+        with raises_user_error("importing reward 'deqa' failed"):
+            make_environment(get_environment("deqa"), inherit=True, log=print)
+        assert not record.exists()
+    finally:
+        (site / "sitecustomize.py").unlink()
+        record.write_text(content)
+    interpreter = environments / "deqa/bin/python"
+    target = os.readlink(interpreter)
+    interpreter.unlink()
+    interpreter.symlink_to(tmp_path / "removed")
+    try:
+        with raises_user_error("has no interpreter", field=field):
+            build_scorers(["deqa"], servers={"deqa": "env:deqa"})
+        server = EnvironmentServer(get_environment("deqa"), "ocr", options={}, device="cpu")
+        with raises_user_error("No such file"):
+            server.wait_until_ready()
+        server.close()
+    finally:
+        interpreter.unlink()
+        interpreter.symlink_to(target)
 
 
 def test_directories_and_interpreters_are_checked_before_anything_is_made(tmp_path, monkeypatch):
@@ -153,6 +180,7 @@ def test_directories_and_interpreters_are_checked_before_anything_is_made(tmp_pa
     for arguments, shown in (
         ([], f"{tmp_path / 'deqa'} exists and is not a virtual environment"),
         (["--python", "/bin/false"], "is not a Python interpreter"),
+        (["--python", "/bin/echo"], "is not a Python interpreter"),
     ):
         done = run_script("scripts/reward_env.py", "deqa", *arguments)
         assert done.returncode == 2

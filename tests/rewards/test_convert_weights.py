@@ -57,6 +57,9 @@ def test_invalid_files_are_rejected(source, tmp_path):
         convert_weights(tmp_path / "model.pt", target)
     with raises_user_error(".safetensors", field="target"):
         convert_weights(source, tmp_path / "new.bin")
+    (tmp_path / "file").touch()
+    with raises_user_error(f"because of {tmp_path / 'file'}", field="target"):
+        convert_weights(source, tmp_path / "file/new.safetensors")
     target.touch()
     with raises_user_error("exists", field="target", value=str(target)):
         convert_weights(source, target)

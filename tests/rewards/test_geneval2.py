@@ -157,6 +157,9 @@ def test_invalid_options_and_models_are_rejected(folder, tmp_path):
     with raises_user_error("is a qwen2_5_vl model", field="model"):
         GenEval2(model=str(other))
     config = save(tmp_path / "plain") / "chat_template.jinja"
+    config.write_text("{{ 1 / 0 }}")
+    with raises_user_error("ZeroDivisionError", field="model"):
+        GenEval2(model=str(tmp_path / "plain"))
     config.unlink()
     with raises_user_error("no chat template", field="model"):
         GenEval2(model=str(tmp_path / "plain"))

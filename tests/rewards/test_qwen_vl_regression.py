@@ -1,6 +1,7 @@
 """HPSv3, VideoAlign and EditReward follow the authors' formulas on small checkpoints."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -348,6 +349,10 @@ def test_invalid_checkpoints_are_rejected(hps, edit, tmp_path):
     with raises_user_error(field="model"):
         load(name="model.pth")
     assert not (tmp_path / "ran").exists()
+    failing = shutil.copytree(options["processor"], tmp_path / "failing")
+    (failing / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    with raises_user_error("ZeroDivisionError", field="processor", value=str(failing)):
+        HpsV3(**{**options, "processor": str(failing)})
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with raises_user_error("clip", "Qwen2-VL", field="processor", value=str(tmp_path)):
         HpsV3(**{**options, "processor": str(tmp_path)})

@@ -11,7 +11,7 @@ from small_clip import clip_folder  # noqa: F401
 from user_errors import raises_user_error
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import REWARDS
+from flow_grpo.rewards import REWARDS, reward_check
 from flow_grpo.rewards.cards import get_card, plain_text, reward_cards
 from flow_grpo.rewards.custom import import_scorer
 from flow_grpo.rewards.example_pairs import EXAMPLES, example_pairs
@@ -143,6 +143,17 @@ def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
         offline = card.runs in ("in process", "worker processes")
         works = offline and (not card.model or name in ("ocr", "keep_source"))
         assert state == ("ok" if works else "skipped"), found[name]
+
+
+def test_any_error_while_a_reward_is_loaded_is_one_line(monkeypatch):
+    """Then `check all` goes on with the next reward."""
+
+    def fails(*names, **settings):
+        raise RuntimeError("no kernel image\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(reward_check, "build_scorers", fails)
+    with raises_user_error("cannot be loaded: RuntimeError: no kernel", field="reward 'choice'"):
+        check_reward("choice", options={})
 
 
 def test_check_prints_the_scores_and_exits_by_the_verdict():

@@ -70,6 +70,9 @@ def test_the_chat_template_of_a_config_replaces_that_of_the_model(tmp_path, kind
     config.chat_template = str(tmp_path / "chat.jinja")
     with raises_user_error("without a Jinja template", field="chat_template"):
         check_config(config)
+    config.chat_template = "/proc/self/mem"  # a regular file whose first bytes cannot be read
+    with raises_user_error("cannot be read", field="chat_template"):
+        check_config(config)
 
 
 def test_a_config_of_the_other_trainer_is_rejected(tmp_path):

@@ -166,6 +166,7 @@ def test_the_command_writes_scores_agreement_and_figure(votes):
         (["dataset/ocr"], "--reward"),
         (["dataset/ocr", "--reward=ocr", "--limit=0"], "at least 1"),
         (["dataset/ocr", "--reward=ocr", "--custom=mine"], "NAME=VALUE"),
+        (["nowhere", "--reward=ocr", "--out=README.md/out"], "cannot be written because of"),
     ],
 )
 def test_wrong_arguments_of_agree_are_reported_in_one_line(arguments, shown):

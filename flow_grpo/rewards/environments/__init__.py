@@ -65,8 +65,8 @@ class Environment:
         return record if isinstance(record, dict) else {}
 
     def is_complete(self) -> bool:
-        """Return whether it was created from this lock file and passed its health check."""
-        return self.record().get("lock") == self.checksum()
+        """Return whether it was made from this lock file, passed its health check and can run."""
+        return self.record().get("lock") == self.checksum() and self.interpreter.is_file()
 
 
 def environments_folder() -> Path:
@@ -116,14 +116,16 @@ def require_environment(url: str, reward: str) -> Environment:
         reward: Reward that it serves, for the message.
 
     Raises:
-        UserError: It is unknown, does not exist yet, or was created from another lock file.
+        UserError: It is unknown, not made yet, damaged, or was made from another lock file.
     """
     field = f"reward_servers.{reward}"
     found = get_environment(url.strip().removeprefix(SCHEME), field)
     if not found.is_complete():
-        state = (
-            "was created from another lock file" if found.folder.exists() else "does not exist yet"
-        )
+        state = "was made from another lock file or is incomplete"
+        if not found.folder.exists():
+            state = "does not exist yet"
+        elif not found.interpreter.is_file():  # a link to an interpreter that was removed
+            state = f"has no interpreter {found.interpreter}"
         raise UserError(
             state, field=field, value=url, hint=f"create it: flow-grpo reward-env {found.name}"
         )

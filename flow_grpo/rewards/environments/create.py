@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from flow_grpo.atomic_io import write_text_atomic
-from flow_grpo.errors import UserError
-from flow_grpo.rewards.environments import RECORD, Environment
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.rewards.environments import FOLDER_VARIABLE, RECORD, Environment
 from flow_grpo.rewards.registry import REWARDS
 from flow_grpo.rewards.reward_check import check_reward
 from flow_grpo.rewards.workers.environment import EnvironmentServer, clean_variables
@@ -28,27 +30,31 @@ Log = Callable[[str], None]
 
 
 def make_environment(
-    environment: Environment, *, python: str = sys.executable, inherit: bool = False, log: Log
+    environment: Environment, *, python: str | None = None, inherit: bool = False, log: Log
 ) -> None:
     """Create an environment and check that a reward server works in it.
 
     Args:
-        environment: What to create. A complete one is only checked.
-        python: Interpreter of the environment.
-        inherit: Install nothing: the environment uses the packages of this one, which isolates
-            the process, but not the versions.
+        environment: What to make. One that is complete is only checked.
+        python: Interpreter of the environment; None for that of a complete one, or this one.
+        inherit: Install nothing: the environment sees the packages of this one. It isolates the
+            process, but not the versions.
         log: Called with each step.
 
     Raises:
         UserError: The interpreter is unsupported, or pip or the health check fails.
     """
     with _lock(environment):
+        kept = environment.record() if environment.is_complete() else {}
+        python = python or kept.get("python") or sys.executable
         record = {
             "lock": environment.checksum(),
             "inherit": inherit,
+            "python": os.path.realpath(shutil.which(python) or python),
         }
-        if environment.record() == record:
+        if kept == record:
             log(f"{environment.folder} is up to date")
+            (environment.folder / RECORD).unlink()  # incomplete unless the check succeeds
         else:
             _check_interpreter(environment, python)
             _make(environment, python, inherit, log)
@@ -62,8 +68,14 @@ def make_environment(
 def _lock(environment: Environment) -> Iterator[None]:
     """Keep two processes from creating the same environment at the same time."""
     path = environment.folder.with_suffix(".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        rule = f"cannot be made: {first_line(error)}"
+        hint = f"choose another directory with {FOLDER_VARIABLE}"
+        raise UserError(rule, field=environment.folder, hint=hint) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -75,11 +87,12 @@ def _lock(environment: Environment) -> Iterator[None]:
 
 def _check_interpreter(environment: Environment, python: str) -> None:
     """Reject an interpreter whose version the lock file does not support."""
-    code = "import platform; print(platform.python_version())"
+    # not platform.python_version(), such as 3.13.0a5+, which is no valid version of a package
+    code = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-        version = done.stdout.strip()
-    except (OSError, subprocess.CalledProcessError) as error:
+        version = Version(done.stdout.strip())
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise UserError("is not a Python interpreter", field="--python", value=python) from error
     if version not in SpecifierSet(environment.python):
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.environments import Environment
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.workers.remote import RemoteScorer
@@ -119,29 +119,37 @@ class EnvironmentServer:
     def _keep_running(self) -> None:
         """Restart the server whenever it ends, until `close` or a failure of the first start."""
         delay = MIN_RESTART_DELAY
-        while True:
+        while not self._closed.is_set():
             started = time.monotonic()
-            with self._lock:
-                if self._closed.is_set():
-                    return
-                self._process = self._start()
-            error = self._forward_errors(self._process)
-            code = self._wait(self._process)
+            reason = self._run()
             if self._closed.is_set():
                 return
             if not self._ready:
-                self._start_error = f"{self._name} failed: {error or f'exit code {code}'}"
+                self._start_error = f"{self._name} failed: {reason}"
                 return
             if time.monotonic() - started > MAX_RESTART_DELAY:
                 delay = MIN_RESTART_DELAY
-            log.warning("%s ended (%s); restarting it in %g s", self._name, error or code, delay)
+            log.warning("%s ended (%s); restarting it in %g s", self._name, reason, delay)
             self._closed.wait(delay)
             delay = min(2 * delay, MAX_RESTART_DELAY)
+
+    def _run(self) -> str:
+        """Run the server until it ends, and return why it ended or could not start."""
+        with self._lock:
+            if self._closed.is_set():
+                return ""
+            try:
+                self._process = self._start()
+            except OSError as error:  # no interpreter, or no memory for a process
+                return first_line(error)
+        error = self._forward_errors(self._process)
+        code = self._wait(self._process)
+        return error or f"exit code {code}"
 
     def _start(self) -> subprocess.Popen:
         descriptor = self._listener.fileno()
         return subprocess.Popen(
-            [*self._command, "--fd", str(descriptor)],
+            [*self._command, "--fd", str(descriptor), "--parent-pid", str(os.getpid())],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
