@@ -18,4 +18,4 @@ fi
 # Tests start hundreds of processes, which would otherwise compile all modules again.
 unset PYTHONDONTWRITEBYTECODE
 # Most tests wait for processes that they start, so two run in parallel, the longest files (e2e) first.
-"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
+"$VENV/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
