@@ -17,5 +17,5 @@ if ! command -v chromium chromium-browser google-chrome >/dev/null; then
 fi
 # Tests start hundreds of processes, which would otherwise compile all modules again.
 unset PYTHONDONTWRITEBYTECODE
-# Most tests wait for processes that they start, so three run in parallel, the longest files first.
-"$VENV/bin/python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
+# Most tests wait for processes that they start, so two run in parallel, the longest files (e2e) first.
+"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
