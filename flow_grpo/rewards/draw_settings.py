@@ -46,7 +46,10 @@ class DrawSettings:
     )
     batch_size: int = setting(16, "Images drawn at the same time.", at_least=1, at_most=2**14)
     seed: int = setting(
-        0, "Seed of the noise, with the question and the number of the image.", at_least=0
+        0,
+        "Seed of the noise, with the question and the number of the image.",
+        at_least=0,
+        at_most=2**64 - 1,
     )
     dtype: str = setting(
         "float32",
