@@ -43,10 +43,11 @@ REWRITES = {  # share of each prompt; the first is the wording that tiny-sd3 was
     "sign {word}, crisp, detailed": 0.20,
 }
 BATCH_SIZE, LEARNING_RATE, WARMUP = 64, 3e-3, 50
+EMBEDDING_STD = 0.1
 IGNORED = -100  # label of tokens without a loss
 
 
-def build_model(seed: int, vocabulary: int, layers: int = 2) -> Qwen3ForCausalLM:
+def build_model(seed: int, vocabulary: int, words: list[int], layers: int = 2) -> Qwen3ForCausalLM:
     """Build the model with random weights, 0.25 M parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -64,6 +65,10 @@ def build_model(seed: int, vocabulary: int, layers: int = 2) -> Qwen3ForCausalLM
         eos_token_id=END,
     )
     model = Qwen3ForCausalLM(config)
+    embeddings = model.get_input_embeddings().weight.data
+    embeddings.normal_(std=EMBEDDING_STD)
+    # A component that all words of signs share: attention finds the word to copy at once.
+    embeddings[words] += EMBEDDING_STD * torch.randn(embeddings.shape[1])
     model.generation_config = GenerationConfig(
         pad_token_id=PAD, bos_token_id=START, eos_token_id=END, do_sample=True, max_new_tokens=40
     )
@@ -142,12 +147,12 @@ def main() -> None:
     """Train the model and write it to the output directory, which must not exist."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True)
     tokenizer = build_tokenizer()
-    model = build_model(args.seed, len(tokenizer))
+    model = build_model(args.seed, len(tokenizer), tokenizer.convert_tokens_to_ids(all_words()))
     losses = pretrain(model, tokenizer, args.steps, args.seed)
     save(model, tokenizer, args.out, losses)
 

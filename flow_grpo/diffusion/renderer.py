@@ -16,7 +16,7 @@ from flow_grpo.diffusion.models.inputs import Size
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics, initial_noise
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.draw_settings import DrawSettings
-from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.frames import fetch_images
 from flow_grpo.training.weight_sources import locate_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,10 +55,10 @@ class DiffusionRenderer:
         self.denoiser = Denoiser(self.adapter, self.adapter.transformer, dynamics)
         self._shape = self.adapter.latent_shape(*size)
 
-    def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image]:
-        """Draw prompts from the noise that each key selects."""
+    def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image | None]:
+        """Draw prompts from the noise that each key selects; None for pixels that are NaN."""
         self._move(self.device)
-        images: list[Image.Image] = []
+        images: list[Image.Image | None] = []
         for start in range(0, len(prompts), self.settings.batch_size):
             part = slice(start, start + self.settings.batch_size)
             noise = initial_noise([_generator(key) for key in keys[part]], self._shape, self.device)
@@ -66,7 +66,7 @@ class DiffusionRenderer:
                 conditioning = self.denoiser.encode([Prompt(text) for text in prompts[part]])
             final = self.denoiser.sample(noise, conditioning).final
             decoded = self.adapter.decode(final)  # (B, 3, H, W), or one frame, (B, 1, 3, H, W)
-            images += to_pil(decoded if decoded.ndim == 4 else decoded[:, 0])
+            images += fetch_images(decoded if decoded.ndim == 4 else decoded[:, 0])()
         return images
 
     def release_memory(self) -> None:

@@ -26,6 +26,7 @@ from flow_grpo.rewards.frames import WHOLE_VIDEO, average_over_frames
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput, score
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.rewards.text.scorers import check_responses
+from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE
 
 # imported when a run draws: diffusion models are in a layer above this
 DIFFUSION_RENDERER = "flow_grpo.diffusion.renderer:DiffusionRenderer"
@@ -36,8 +37,8 @@ EMPTY = "empty"  # extra value: whether the rewritten prompt is empty
 class Renderer(Protocol):
     """A diffusion model that draws prompts."""
 
-    def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image]:
-        """Draw prompts from the noise that each key selects."""
+    def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image | None]:
+        """Draw prompts from the noise that each key selects; None for pixels that are NaN."""
 
     def release_memory(self) -> None:
         """Free GPU memory until the next call."""
@@ -54,9 +55,9 @@ class DrawnImages:
     def __init__(self, settings: DrawSettings, renderer: Renderer) -> None:
         self.settings, self._renderer = settings, renderer
         self._lock = threading.Lock()  # each reward calls it in its own thread
-        self._recent: OrderedDict[tuple[str, bytes], Image.Image] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, bytes], Image.Image | None] = OrderedDict()
 
-    def draw(self, prompts: Sequence[str], questions: Sequence[str]) -> list[Image.Image]:
+    def draw(self, prompts: Sequence[str], questions: Sequence[str]) -> list[Image.Image | None]:
         """Return `settings.images` images of each prompt, prompt by prompt."""
         wanted = [
             (prompt, noise_key(self.settings.seed, question, number))
@@ -134,17 +135,26 @@ class DrawnReward(Scorer):
         prompts = [extract_prompt(response) for response in responses]
         drawn = self.images.draw(prompts, questions)
         count = self.images.settings.images
-        targets = [self.target(*row) for row in zip(questions, metadata, strict=True)]
-        scores = score(
+        valid = [i for i, image in enumerate(drawn) if image is not None]
+        scored = score(
             self.scorer,
-            drawn,
-            [target for target in targets for _ in range(count)],
-            [row for row in metadata for _ in range(count)],
-        ).map_values(lambda values: average_over_frames(values, [count] * len(responses)))
+            [drawn[i] for i in valid],
+            [self.target(questions[i // count], metadata[i // count]) for i in valid],
+            [metadata[i // count] for i in valid],
+        )
+
+        def mean_per_response(values: list[float]) -> list[float]:
+            by_image = dict(zip(valid, values, strict=True))
+            everything = [by_image.get(i, NON_FINITE_IMAGE) for i in range(len(drawn))]
+            return average_over_frames(everything, [count] * len(responses))
+
+        scores = scored.map_values(mean_per_response)
         empty = [float(not prompt) for prompt in prompts]
         return scores.values, {**scores.extras, EMPTY: empty}
 
-    def preview(self, responses: Sequence[str], questions: Sequence[str]) -> list[Image.Image]:
+    def preview(
+        self, responses: Sequence[str], questions: Sequence[str]
+    ) -> list[Image.Image | None]:
         """Return the first image of each response, for the report."""
         prompts = [extract_prompt(response) for response in responses]
         return self.images.draw(prompts, questions)[:: self.images.settings.images]

@@ -96,7 +96,7 @@ class Scorer:
     timeout = math.inf
     unavailable_reason = ""
     score_pixels: "Callable[[Tensor, list[str]], Tensor] | None" = None
-    preview: Callable[[list[str], list[str]], list[Image.Image]] | None = None
+    preview: Callable[[list[str], list[str]], list[Image.Image | None]] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Map hooks under their old names; compare single frames of videos in groupwise rewards."""

@@ -49,7 +49,7 @@ def _sample_images(
     if preview is None or any(sheets) or not questions:
         return sheets
     images = preview(list(responses), [question.text for question in questions])
-    return [_thumbnail(image) for image in images]
+    return [image and _thumbnail(image) for image in images]
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:

@@ -122,6 +122,21 @@ def test_several_images_are_averaged(drawn):
     assert values(drawn["drawn:brightness"], SIGNS[:1], ["a"]) == pytest.approx(found[:1], abs=1e-3)
 
 
+def test_an_image_that_is_not_finite_has_no_score(drawn):
+    """As a black image it might score well."""
+    scorer = drawn["drawn:brightness"]
+    renderer = scorer.images._renderer
+    decode = renderer.adapter.decode
+    renderer.adapter.decode = lambda latents: decode(latents).index_fill(
+        0, torch.tensor([1]), torch.nan
+    )
+    try:
+        found = values(scorer, ["new", "newer"], ["one", "two"])
+    finally:
+        renderer.adapter.decode = decode
+    assert np.isfinite(found).tolist() == [True, False]
+
+
 def test_options_of_a_reward_override_the_section():
     options = {"drawn:brightness": {"images": 3, "model": TINY}}
     small = replace(SETTINGS, model="missing/model")
