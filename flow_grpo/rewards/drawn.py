@@ -23,7 +23,7 @@ from flow_grpo.config.custom import import_object
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.draw_settings import SECTION, DrawSettings, image_reward_of
 from flow_grpo.rewards.frames import WHOLE_VIDEO, average_over_frames
-from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput, score
+from flow_grpo.rewards.protocol import BatchScores, MetadataRows, Scorer, ScorerOutput, score
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.rewards.text.scorers import check_responses
 from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE
@@ -136,12 +136,12 @@ class DrawnReward(Scorer):
         drawn = self.images.draw(prompts, questions)
         count = self.images.settings.images
         valid = [i for i, image in enumerate(drawn) if image is not None]
-        scored = score(
-            self.scorer,
+        batch = (
             [drawn[i] for i in valid],
             [self.target(questions[i // count], metadata[i // count]) for i in valid],
             [metadata[i // count] for i in valid],
         )
+        scored = score(self.scorer, *batch) if valid else BatchScores([])
 
         def mean_per_response(values: list[float]) -> list[float]:
             by_image = dict(zip(valid, values, strict=True))
