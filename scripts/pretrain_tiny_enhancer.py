@@ -48,7 +48,7 @@ IGNORED = -100  # label of tokens without a loss
 
 
 def build_model(seed: int, vocabulary: int, words: list[int], layers: int = 2) -> Qwen3ForCausalLM:
-    """Build the model with random weights, 0.25 M parameters."""
+    """Build the model with random weights, 0.3 M parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -69,6 +69,9 @@ def build_model(seed: int, vocabulary: int, words: list[int], layers: int = 2) -
     embeddings.normal_(std=EMBEDDING_STD)
     # A component that all words of signs share: attention finds the word to copy at once.
     embeddings[words] += EMBEDDING_STD * torch.randn(embeddings.shape[1])
+    for layer in model.model.layers:  # attention starts as a copy of the tokens that it attends to
+        values = torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight.data)
+        layer.self_attn.o_proj.weight.data = values.T.clone()
     model.generation_config = GenerationConfig(
         pad_token_id=PAD, bos_token_id=START, eos_token_id=END, do_sample=True, max_new_tokens=40
     )

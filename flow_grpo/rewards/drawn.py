@@ -31,6 +31,7 @@ from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE
 # imported when a run draws: diffusion models are in a layer above this
 DIFFUSION_RENDERER = "flow_grpo.diffusion.renderer:DiffusionRenderer"
 MIN_CACHED_IMAGES = 256
+LENGTHS = ("answer_tokens", "max_new_tokens")
 EMPTY = "empty"  # extra value: whether the rewritten prompt is empty
 
 
@@ -89,6 +90,24 @@ def noise_key(seed: int, question: str, number: int) -> bytes:
     return hashlib.sha256(f"{seed} {number} {question}".encode()).digest()[:16]
 
 
+def first_equal_rows(
+    prompts: Sequence[str], questions: Sequence[str], metadata: MetadataRows
+) -> list[int]:
+    """Return for each row the first one with the same prompt, question and metadata."""
+    first: dict[tuple[str, str], int] = {}
+    found = []
+    for i, key in enumerate(zip(prompts, questions, strict=True)):
+        row = first.setdefault(key, i)
+        same = _without_lengths(metadata[row]) == _without_lengths(metadata[i])
+        found.append(row if same else i)
+    return found
+
+
+def _without_lengths(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata without the lengths of responses, which images do not depend on."""
+    return {name: value for name, value in metadata.items() if name not in LENGTHS}
+
+
 class DrawnReward(Scorer):
     """Score responses by an image reward of their drawings.
 
@@ -130,27 +149,36 @@ class DrawnReward(Scorer):
     ) -> ScorerOutput:
         """Draw each response, and return the mean score of its images."""
         check_responses("drawn", responses)
-        if not responses:
-            return []
         prompts = [extract_prompt(response) for response in responses]
-        drawn = self.images.draw(prompts, questions)
+        first = first_equal_rows(prompts, questions, metadata)
+        rows = list(dict.fromkeys(first))  # equal prompts have equal images and scores
+        scored = self._score_rows(rows, prompts, questions, metadata)
+        place = {row: i for i, row in enumerate(rows)}
+        scores = scored.map_values(lambda values: [values[place[row]] for row in first])
+        empty = [float(not prompt) for prompt in prompts]
+        return scores.values, {**scores.extras, EMPTY: empty}
+
+    def _score_rows(
+        self, rows: list[int], prompts: list[str], questions: list[str], metadata: MetadataRows
+    ) -> BatchScores:
+        """Return the mean score of the images of these rows."""
         count = self.images.settings.images
+        drawn = self.images.draw([prompts[i] for i in rows], [questions[i] for i in rows])
+        sources = [row for row in rows for _ in range(count)]  # the row of each image
         valid = [i for i, image in enumerate(drawn) if image is not None]
         batch = (
             [drawn[i] for i in valid],
-            [self.target(questions[i // count], metadata[i // count]) for i in valid],
-            [metadata[i // count] for i in valid],
+            [self.target(questions[sources[i]], metadata[sources[i]]) for i in valid],
+            [metadata[sources[i]] for i in valid],
         )
         scored = score(self.scorer, *batch) if valid else BatchScores([])
 
-        def mean_per_response(values: list[float]) -> list[float]:
+        def mean_per_row(values: list[float]) -> list[float]:
             by_image = dict(zip(valid, values, strict=True))
             everything = [by_image.get(i, NON_FINITE_IMAGE) for i in range(len(drawn))]
-            return average_over_frames(everything, [count] * len(responses))
+            return average_over_frames(everything, [count] * len(rows))
 
-        scores = scored.map_values(mean_per_response)
-        empty = [float(not prompt) for prompt in prompts]
-        return scores.values, {**scores.extras, EMPTY: empty}
+        return scored.map_values(mean_per_row)
 
     def preview(
         self, responses: Sequence[str], questions: Sequence[str]

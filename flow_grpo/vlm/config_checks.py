@@ -17,7 +17,7 @@ from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, TOTAL, check_nonzero_weight
 from flow_grpo.rewards.config_checks import check_custom_reward_files
-from flow_grpo.rewards.draw_settings import draw_settings, drawn_names
+from flow_grpo.rewards.draw_settings import check_drawn_names, draw_settings, drawn_names
 from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.environment import load_environment_class
@@ -323,6 +323,7 @@ def _check_rewards(settings: VlmConfig) -> None:
             )
     names = {*settings.reward_fn, *settings.eval_reward_fn}
     drawn = [name for name in drawn_names(names) if not settings.reward_servers.get(name)]
+    check_drawn_names(drawn, settings.custom_rewards)
     for name in drawn:
         draw_settings(name, settings.draw, settings.reward_options.get(name, {}))
     if settings.draw.model and not drawn:

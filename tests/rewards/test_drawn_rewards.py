@@ -14,7 +14,7 @@ from user_errors import raises_user_error
 
 from flow_grpo.rewards import WeightedReward, build_scorers, guard_scorers
 from flow_grpo.rewards.draw_settings import DrawSettings
-from flow_grpo.rewards.protocol import score
+from flow_grpo.rewards.protocol import as_scorer, score
 from flow_grpo.rewards.text.prompt_guards import PromptLength, PromptSimilarity
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.presets import get_config
@@ -113,6 +113,19 @@ def test_images_are_scored_against_the_question_or_a_column(drawn):
         reward.check(["a"], [{}], ["train.jsonl, line 1"])
 
 
+def test_equal_responses_are_scored_once(drawn):
+    rows = [{"answer_tokens": i, "include": i // 3} for i in range(4)]
+    calls = []
+    scorer = drawn["drawn:prompt_length"]
+    inner, scorer.scorer = scorer.scorer, as_scorer(lambda *batch: calls.append(batch) or [1.0] * 3)
+    try:
+        found = score(scorer, ["a", "b", " a ", "a"], ["same"] * 4, rows)
+    finally:
+        scorer.scorer = inner
+    assert found.values == [1.0] * 4
+    assert [row["include"] for row in calls[0][2]] == [0, 0, 1]  # the last has other metadata
+
+
 def test_several_images_are_averaged(drawn):
     two = build("drawn:brightness", draw=replace(SETTINGS, images=2))["drawn:brightness"]
     found = [np.asarray(image).mean() / 255 for image in two.images.draw(SIGNS[:1], ["a"])]
@@ -159,7 +172,7 @@ def test_options_of_a_reward_override_the_section():
     ],
 )
 def test_invalid_rewards_and_settings_are_rejected(names, changes, field, shown):
-    options = {"vlm_pairwise": {"model": "judge", "base_url": "http://localhost:9/v1"}}
+    options = {"vlm_pairwise": {"model": "judge", "url": "http://localhost:9/v1"}}
     with raises_user_error(shown, field=field):
         build(*names, draw=replace(SETTINGS, **changes), options=options)
 
