@@ -38,7 +38,10 @@ def test_invalid_settings_are_one_line_errors(run):
     for fields, message in (
         ({"draw__model": ""}, "draw.model is missing, and drawn:ocr draws with it"),
         ({"reward_fn": "{'drawn:ocs': 1.0}"}, "did you mean drawn:ocr?"),
-        ({"draw__prompt_key": "target"}, "no column 'target', which draw.prompt_key names"),
+        (
+            {"draw__prompt_key": "target", "metadata_columns": "prompt"},
+            "no column 'target', which draw.prompt_key names",
+        ),
     ):
         done = run(script="scripts/train_vlm.py", config="config/vlm.py:tiny_enhancer", **fields)
         assert done.returncode == 2
