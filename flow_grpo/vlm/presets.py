@@ -152,9 +152,9 @@ PRESETS: dict[str, FieldValues] = {
         "dataset": "dataset/sign_requests",
         "answer_key": "",  # the reward reads the word from the column `prompt`
         "reward_fn": {"drawn:ocr": 1.0},
-        "num_epochs": 10,
-        "eval_freq": 5,
-        "save_freq": 5,
+        "num_epochs": 8,
+        "eval_freq": 4,
+        "save_freq": 4,
         "log_images": 24,
         "draw": {
             "model": "assets/tiny-sd3",
