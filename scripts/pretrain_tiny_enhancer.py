@@ -83,7 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
 
     Whole words make sequences short, and copying the word of a request easy to learn.
     """
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
     texts = " ".join([*REQUESTS, *REWRITES]).replace("{word}", " ")
     words = [*all_words(), *dict.fromkeys(re.findall(r"[A-Za-z]{2,}", texts))]
     tokenizer.add_tokens([AddedToken(word, single_word=True) for word in words])

@@ -110,8 +110,8 @@ def generate(model: Path, requests: list[str], batch_size: int = 64) -> list[str
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    network = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
+    network = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     network.to("cuda" if torch.cuda.is_available() else "cpu")
     prompts = []
     for start in range(0, len(requests), batch_size):
