@@ -19,7 +19,8 @@ from flow_grpo.vlm.policy import VlmPolicy
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}
 RESUMED = {"num_epochs": 2, "resume": "auto"}
 RUNS = {
-    "lora": {"train.ema": True, "train.advantage": "gae"},  # with a value head
+    # with a value head of its own model
+    "lora": {"train.ema": True, "train.advantage": "gae", "train.critic": "separate"},
     "full": {
         "use_lora": False,
         "train.freeze_vision": False,
