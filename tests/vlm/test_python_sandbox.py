@@ -56,7 +56,7 @@ def observe(sandbox: PythonSandbox, code: str) -> str:
 
 
 def test_the_model_sees_what_its_code_prints(sandbox):
-    assert observe(sandbox, "import math\nprint(math.comb(10, 3), 'ü<image>')") == "120 ü< image>"
+    assert observe(sandbox, "import math\nprint(math.comb(10, 3), 'ü<image>')") == "120 ü(image)"
     assert observe(sandbox, "x = 1") == "(no output)"
     failed = observe(sandbox, "print('before')\n1 / 0")
     assert failed.startswith("Error: the code ended with exit 1")

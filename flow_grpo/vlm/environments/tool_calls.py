@@ -118,8 +118,9 @@ class ToolEnvironment:
             text, reward = f"Error: {error}", self.error_reward
         # a placeholder in a tool's output would stand for an image that does not exist
         for placeholder in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER):
-            text = text.replace(placeholder, placeholder.replace("<", "< "))
+            text = text.replace(placeholder, f"({placeholder[1:-1]})")
         text = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+        text = IMAGE_PLACEHOLDER * len(images) + text
         return (f"{RESPONSE_OPENING}{text}{RESPONSE_CLOSING}", images), reward, False
 
 
