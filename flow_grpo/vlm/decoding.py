@@ -164,6 +164,20 @@ def _linear_attention_states(layer: LinearAttentionLayer) -> tuple[Tensor, Tenso
     return layer.conv_states[0], layer.recurrent_states[0]
 
 
+def slot_bytes(
+    prefilled: PrefilledPrompts, columns: int, steps: int, dtype: torch.dtype | None
+) -> int:
+    """Return the memory of one slot in bytes; arguments as in `DecodingSlots`."""
+    total = 3 * (steps + 1) * torch.float64.itemsize  # random numbers, tokens, log-probabilities
+    for layer in prefilled.cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            total += sum(x[0].nbytes for x in _linear_attention_states(layer))
+        else:
+            width = layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel()
+            total += width * columns * (dtype or layer.keys.dtype).itemsize
+    return total
+
+
 class DecodingSlots:
     """State of the sequences that are decoded together; see the module docstring for the layout."""
 
