@@ -319,7 +319,9 @@ class DecodingStep(nn.Module):
             hidden = self.network.forward_model(
                 positions[..., None],
                 input_ids=slots.token[:rows, None],
-                attention_mask=mask[:, None, None],
+                attention_mask=self.network.family.decoding_mask(
+                    mask[:, None, None], cache.write_column
+                ),
                 past_key_values=cache,
                 use_cache=True,
             )

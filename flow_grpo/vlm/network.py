@@ -105,9 +105,7 @@ class PolicyModel(nn.Module):
             hidden = self.forward_model(
                 inputs.position_ids,
                 input_ids=inputs.input_ids,
-                attention_mask=self.family.attention_mask(
-                    make_mask(inputs.segments), inputs.segments != PADDING_SEGMENT
-                ),
+                attention_mask=self.family.attention_mask(make_mask(inputs.segments), inputs),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **images,

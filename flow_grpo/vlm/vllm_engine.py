@@ -74,10 +74,10 @@ def check_vllm_support(source: str, revision: str, tensor_parallel: int = 1) -> 
     """
     family = find_family(source, revision)
     if not family.vllm:
-        (name,) = family.names.values()
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         raise UserError(
-            f"is incompatible with {name} (pretrained.model={source!r}), whose images vLLM tiles "
-            "differently",
+            f"is incompatible with {family.names[config.model_type]} "
+            f"(pretrained.model={source!r}), whose images vLLM treats differently",
             field="sample.engine",
             value="vllm",
             hint="use sample.engine='transformers'",

@@ -403,9 +403,14 @@ def test_invalid_vllm_settings_are_rejected(installed, fields, shown, monkeypatc
         config_checks.check_config(vlm_runs.make_config(**{"sample.engine": "vllm", **fields}))
 
 
-def test_a_family_that_vllm_preprocesses_differently_is_rejected_before_loading(tmp_path):
-    start = small_vlm.save(tmp_path, "internvl")
-    with raises_user_error("InternVL", str(start), field="sample.engine", value="vllm"):
+@pytest.mark.parametrize(
+    ("family", "name"), [("internvl", "InternVL"), ("glm4v", "GLM-4.1V"), ("gemma3", "Gemma 3")]
+)
+def test_a_family_that_vllm_preprocesses_differently_is_rejected_before_loading(
+    tmp_path, family, name
+):
+    start = small_vlm.save(tmp_path, family)
+    with raises_user_error(name, str(start), field="sample.engine", value="vllm"):
         check_vllm_support(str(start), "main")
 
 

@@ -31,6 +31,8 @@ from flow_grpo.weight_checks import (
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
     {
+        "gemma3": f"{__name__}.gemma3:Gemma3",
+        "gemma3_text": f"{__name__}.gemma3:Gemma3Text",
         "glm4v": f"{__name__}.glm4v:Glm4V",
         "glm46v": f"{__name__}.glm4v:Glm4V",
         "internvl": f"{__name__}.internvl:InternVL",
