@@ -130,8 +130,8 @@ def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
         torch.testing.assert_close(value.detach().double(), expected, rtol=0, atol=1e-6)
 
 
-# Adam would amplify rounding errors of gradients close to zero; DeepSpeed clips the gradients of the
-# policy and of its critic together
+# Adam would amplify rounding errors of gradients close to zero. DeepSpeed clips the gradients of
+# the policy and of its critic together.
 FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3, "train.max_grad_norm": 100.0}
 # our code does not distinguish stages 1 and 2; test_resume.py runs 1
 STAGES = {2: ["full"], 3: ["lora", "full"]}
