@@ -53,6 +53,7 @@ setup(
         "flow_grpo.benchmarks": ["protocols.toml"],
         "flow_grpo.rewards.judges": ["published/*.txt"],
         "flow_grpo.rewards": ["cards.toml"],
+        "flow_grpo.rewards.scorers": ["published/*.txt"],
         "flow_grpo.report": ["*.html", "*.css", "scripts/*.js"],
         "flow_grpo.votes": ["*.html", "*.css", "*.js"],
         "reward_server": ["openapi.json"],

@@ -37,6 +37,7 @@ BASICS = (
     "atomic_io",
     "errors",
     "audio",
+    "chat_templates",
     "host_header",
     "host_memory",
     "hub_access",

@@ -38,6 +38,22 @@ class Audio:
         means = mono.reshape(-1, factor).mean(1)
         return Audio(means[None].astype(np.float32), self.sample_rate // factor)
 
+    def resampled(self, rate: int) -> "Audio":
+        """Return the sound at `rate` samples per second, resampled in the frequency domain.
+
+        Frequencies above half of the lower rate are removed.
+        """
+        count = self.waveform.shape[1]
+        wanted = max(1, round(count * rate / self.sample_rate))
+        if rate == self.sample_rate or not count:
+            return Audio(self.waveform, rate)
+        spectrum = np.fft.rfft(self.waveform.astype(np.float64))
+        shared = min(count, wanted)
+        kept = np.zeros((len(spectrum), wanted // 2 + 1), complex)
+        kept[:, : (shared + 1) // 2] = spectrum[:, : (shared + 1) // 2]  # below both limits
+        wave = np.fft.irfft(kept, wanted) * (wanted / count)
+        return Audio(wave.astype(np.float32), rate)
+
     def pcm(self) -> np.ndarray:
         """Return the waveform as 16-bit integers, (samples, channels); NaN becomes silence."""
         clipped = np.clip(np.nan_to_num(self.waveform, nan=0.0), -1, 1)

@@ -24,6 +24,7 @@ from flow_grpo.config.overrides import option_values
 from flow_grpo.diffusion import workload as diffusion
 from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
+from flow_grpo.diffusion.video_memory import describe_video_memory, video_model
 from flow_grpo.errors import UserError
 from flow_grpo.training.measurements import (
     describe_measurement,
@@ -77,13 +78,17 @@ def plan(*, is_vlm: bool) -> str:
     batches = package.plan_run(config, gpus)
     tests = package.count_tests(config, batches)
     lines = read_lines(Path(MEASURED.value)) if MEASURED.value else read_measurements()
-    line = newest(lines, config)
+    context = 1 if is_vlm else config.sample.context_parallel
+    line = newest(lines, config) if context == 1 else None
     cluster = Cluster(gpus, PER_NODE.value, NETWORK.value * 1e9 / 8, DISK.value * 1e9)
     rows = {
-        "samples per GPU": f"{batches.samples // gpus} per epoch, on "
+        f"samples per {'GPU' if context == 1 else 'group'}": f"{batches.samples * context // gpus} "
+        "per epoch, on "
         f"{pluralize(cluster.nodes, 'node')} of up to {PER_NODE.value} GPUs"
     }
-    if line is None:
+    if context > 1:
+        rows["time"] = "not estimated with sample.context_parallel; use --dry_run"
+    elif line is None:
         rows["time and memory"] = UNMEASURED + MEASURE * (not is_vlm) + "use --dry_run"
     else:
         work = package.build_workload(
@@ -102,6 +107,8 @@ def plan(*, is_vlm: bool) -> str:
         if not tests:
             name = "eval_questions" if is_vlm else "eval_prompts"
             rows["evaluation"] = f"unknown size of the test set; set --config.{name}=N"
+    if not is_vlm and line is None and (model := video_model(config)):
+        rows |= describe_video_memory(config, model)
     if is_vlm and (state := vlm.describe_memory(config, gpus, sharded=SHARDED.value)):
         rows["weights, optimizer"] = state
     return "\n".join([batches.describe(), *(f"{name:<21} {text}" for name, text in rows.items())])

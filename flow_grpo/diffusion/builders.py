@@ -106,8 +106,8 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     for name in ("train_guidance", "kl_guidance", "teacher_guidance"):
         names.append(f"{config.algorithm}.{name}")
     guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
-    sharded = is_sharded(accelerator)
-    check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
+    alternates = not is_sharded(accelerator)
+    check_model(model, image_size(config), guidance, fewest_steps, alternates=alternates)
     check_sizes(config, model)
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes

@@ -21,6 +21,7 @@ from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.models import ADAPTERS, ModelAdapter, Size
 from flow_grpo.diffusion.models.experts import iter_experts
 from flow_grpo.diffusion.models.inputs import latent_shape
+from flow_grpo.diffusion.video_memory import check_context_divides
 from flow_grpo.errors import UserError
 from flow_grpo.perf.library_patches import enable_ulysses
 from flow_grpo.training.distributed import Ranks
@@ -84,9 +85,7 @@ def check_context_parallel(
         lengths[f"{tokens} tokens of a sample of {shape}"] = tokens
     if prompt := family.prompt_tokens(max_sequence_length):
         lengths[f"{prompt} tokens that a prompt is padded to"] = prompt
-    for name, length in lengths.items():
-        if length % number:
-            raise UserError(f"does not divide the {name}", field=FIELD, value=number)
+    check_context_divides(number, lengths)
 
 
 def check_context_sources(

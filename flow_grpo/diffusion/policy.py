@@ -9,19 +9,21 @@ from typing import Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from diffusers.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flow_grpo.diffusion.models import Conditioning, ModelAdapter
 from flow_grpo.diffusion.models.base import latent_dtype
-from flow_grpo.diffusion.models.experts import iter_experts
+from flow_grpo.diffusion.models.experts import Experts, iter_experts
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.transfer import to_device
 from flow_grpo.sde import Step
-from flow_grpo.training.distributed import unsharded_class_name
+from flow_grpo.training.distributed import needs_equal_passes, unsharded_class_name
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Snapshot
@@ -57,6 +59,8 @@ class Policy(BasePolicy):
             init_lora_weights="gaussian",
             target_modules=self._lora_targets(target_modules),
         )
+        if isinstance(self.transformer, Experts) and not use_lora:
+            self.transformer.restore_offloaded()
         super().__init__(self.transformer, lora if use_lora else None, lora_path, seed)
         if not use_lora:
             self._autocast_forward()
@@ -114,6 +118,12 @@ class Policy(BasePolicy):
         return self.adapter.unused_modules is not None and bool(
             re.fullmatch(self.adapter.unused_modules, name)
         )
+
+    def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
+        """Wrap the transformer, see the base class; engines that shard need all its weights."""
+        if isinstance(self.transformer, Experts) and needs_equal_passes(accelerator):
+            self.transformer.restore_offloaded()
+        return super().prepare(accelerator, optimizer)
 
     @property
     def denoiser(self) -> Denoiser:

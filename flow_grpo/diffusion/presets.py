@@ -641,7 +641,7 @@ BENCHMARKS: dict[str, FieldValues] = {
     "benchmark_wan_14b": _benchmark("_wan_14b", "wan2.1-14b", 1),
     "benchmark_wan22_5b": _benchmark("_wan", "wan2.2-5b", 1),
     "benchmark_wan22_a14b": _benchmark("_wan22_a14b", "wan2.2-a14b", 1),
-    "benchmark_ltx2": _benchmark("_ltx2", "ltx-2.3", 1),
+    "benchmark_ltx2": _benchmark("_ltx2", "ltx-2.3", 1, grpo={"clip_range": 1e-5}),
 }
 
 PRESETS: dict[str, FieldValues] = {

@@ -8,8 +8,10 @@ from flow_grpo.data.mixing import parse_sources
 from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.plan import BatchPlan, build_plan, count_trained_steps
 from flow_grpo.diffusion.prompts import build_prompts
+from flow_grpo.diffusion.video_memory import video_model
 from flow_grpo.errors import UserError
 from flow_grpo.training.measurements import PARAMETERS, Line, sample_seconds, shape_of
+from flow_grpo.training.plan import check_divides
 from flow_grpo.training.scaling import (
     Collective,
     Workload,
@@ -26,9 +28,10 @@ def plan_run(config: DiffusionConfig, num_processes: int) -> BatchPlan:
     Raises:
         UserError: If something does not divide, or for a run that needs its data or own code.
     """
-    context = config.sample.context_parallel
+    context, model = config.sample.context_parallel, video_model(config)
+    splits = model is not None and model.splits
     for field, value in (
-        ("sample.context_parallel", context if context > 1 else 0),
+        ("sample.context_parallel", context if context > 1 and not splits else 0),
         ("preferences.data", config.preferences.data),
         ("algorithm", config.algorithm if config.algorithm in config.custom_algorithms else ""),
     ):
@@ -39,6 +42,7 @@ def plan_run(config: DiffusionConfig, num_processes: int) -> BatchPlan:
                 value=value,
                 hint=f"use flow-grpo train --dry_run --world_size={num_processes}",
             )
+    check_divides(context, num_processes)
     return build_plan(config.sample, config.train, num_processes, count_trained_steps(config))
 
 

@@ -336,6 +336,19 @@ def sound_pairs() -> list[ExamplePair]:
     )
 
 
+def sync_pairs() -> list[ExamplePair]:
+    """Return a sound that starts when a shape jumps, at 24 frames per second, against one later."""
+    pairs = []
+    for jump, late in ((3, 8), (5, 9), (7, 11)):
+        path = [(0.3, 0.5)] * jump + [(0.7, 0.5)] * (FRAMES - jump)
+        waves = [tone(0.3) * (np.arange(SAMPLE_RATE) >= f / 24 * SAMPLE_RATE) for f in (jump, late)]
+        good, bad = ({AUDIO: Audio(wave.astype(np.float32), SAMPLE_RATE)} for wave in waves)
+        video = draw_video("circle", "red", path)
+        prompt = "a red circle jumps and beeps"
+        pairs.append(ExamplePair(prompt, video, video, good_metadata=good, bad_metadata=bad))
+    return pairs
+
+
 def _response_pairs(answers: list[tuple[str, str, str, Any]]) -> list[ExamplePair]:
     """Return pairs of responses, from questions, good and bad responses, and ground truths."""
     return [ExamplePair(q, good, bad, {"answer": truth}) for q, good, bad, truth in answers]
@@ -430,6 +443,7 @@ EXAMPLES: dict[str, Callable[[], list[ExamplePair]]] = {
     "silence": silence_pairs,
     "smoothness": smoothness_pairs,
     "sound": sound_pairs,
+    "sync": sync_pairs,
     "video": video_pairs,
 }
 

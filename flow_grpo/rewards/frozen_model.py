@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from flow_grpo.errors import UserError
 from flow_grpo.perf.quantization import FP8, NF4, check_precision, quantize_linears
-from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
+from flow_grpo.rewards.turns import TURNS
 
 UNQUANTIZED = "none"
 QUANTIZATIONS = (UNQUANTIZED, FP8, NF4)
@@ -35,7 +36,9 @@ class FrozenModel(ABC):
     dtype: str = "float32"
     device: str = "cpu"
     batch_size: int = 16
-    offload: bool = False  # move the network to the CPU between epochs
+    offload: bool | str = (
+        False  # move the network to the CPU between epochs; TURNS: after each call
+    )
     quantize: str = UNQUANTIZED  # "fp8" or "nf4": the linear layers of `quantized_part`
 
     def __post_init__(self) -> None:
@@ -78,6 +81,9 @@ class FrozenModel(ABC):
     def _check_options(self) -> None:
         """Raise a UserError for an invalid dtype, batch size or device, or a missing GPU."""
         check_choice("dtype", self.dtype, DTYPES)
+        if self.offload not in (False, True, TURNS):
+            rule = f"must be True, False or {TURNS!r}"
+            raise UserError(rule, field="offload", value=self.offload)
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise UserError("must be an integer >= 1", field="batch_size", value=self.batch_size)
@@ -153,12 +159,13 @@ class ModelScorer(FrozenModel, Scorer):
             name: torch.cat([batch[name].float().cpu() for batch in batches]).tolist()
             for name in batches[0]
         }
-        scores = [
-            s if math.isfinite(s) else _nonfinite_score(s, self.dtype) for s in values.pop(SCORE)
-        ]
+        scores = [finite_or_failed(score, self.dtype) for score in values.pop(SCORE)]
         return (scores, values) if values else scores
 
 
-def _nonfinite_score(score: float, dtype: str) -> Failed:
+def finite_or_failed(score: float, dtype: str) -> float:
+    """Return a network's score; `Failed` with an explanation if it is not finite."""
+    if math.isfinite(score) or isinstance(score, Failed | NotApplicable):
+        return score
     hint = "" if dtype == "float32" else f"; {dtype} may overflow, try float32"
     return Failed(f"the network returned {score}{hint}")

@@ -5,19 +5,20 @@ Every failure becomes a `UserError` that names the option.
 
 import pickle
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.hub_access import check_hub_access, hub_error_message
+from flow_grpo.untrusted_files import read_json
 from flow_grpo.weight_checks import (
     check_finite,
     check_implementations,
@@ -40,6 +41,7 @@ LOAD_ERRORS = (
     ArithmeticError,
     SafetensorError,
     StrictDataclassError,
+    EOFError,
     pickle.UnpicklingError,
 )
 
@@ -111,7 +113,7 @@ def load_network(
         **options: Passed to `from_pretrained`.
     """
     if weights is None:
-        options["config"] = _load_config(network_class, source, kind)
+        options["config"] = load_config(network_class.config_class, source, kind)
     else:
         options["state_dict"] = weights
     with explain_load_errors("model", source, kind), quiet_transformers():
@@ -129,18 +131,20 @@ def load_network(
     return network
 
 
-def _load_config(network_class: type, source: str, kind: str) -> Any:
+def load_config(
+    config_classes: type | tuple[type, ...], source: str, kind: str, *, option: str = "model"
+) -> Any:
     """Load the config of a model; reject another type of model and kernels from the hub."""
     from transformers import AutoConfig
 
-    with explain_load_errors("model", source, kind):
+    with explain_load_errors(option, source, kind):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         raw, _ = config.get_config_dict(source)
-    if not isinstance(config, network_class.config_class):
+    if not isinstance(config, config_classes):
         raise UserError(
-            f"is a {config.model_type} model, but must be {kind}", field="model", value=source
+            f"is a {config.model_type} model, but must be {kind}", field=option, value=source
         )
-    check_implementations("model", source, raw)
+    check_implementations(option, source, raw)
     return config
 
 
@@ -168,6 +172,22 @@ def load_tokenizer(source: str, *, option: str, tokens: int, extra: tuple[str, .
     return tokenizer
 
 
+def load_chat_template(source: str, revision: str = "main", *, option: str) -> str:
+    """Return the chat template of models published before tokenizers contained it."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(source, "chat_template.json", revision=revision)
+        return read_json(Path(path))["chat_template"]
+    except (UserError, OSError, KeyError, TypeError) as error:
+        raise UserError(
+            "has no chat template",
+            field=option,
+            value=source,
+            hint="use a chat or instruction-tuned model",
+        ) from error
+
+
 def image_processor_class() -> type:
     """Return CLIP's PIL image processor: torchvision, if installed, would resize differently."""
     import transformers
@@ -187,7 +207,7 @@ def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) ->
 
     Args:
         source: A file, or a folder or hub repository that contains one.
-        names: File names to look for; the hub has the first.
+        names: File names to look for, in this order.
         option: Name of the option with the value `source`.
         kind: What is loaded, with its article, for messages.
 
@@ -208,35 +228,48 @@ def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) ->
             hint="pass the path of the file",
         )
     with explain_load_errors(option, source, kind):
-        return Path(hf_hub_download(source, names[0]))
+        for name in names[:-1]:
+            with suppress(EntryNotFoundError):
+                return Path(hf_hub_download(source, name))
+        return Path(hf_hub_download(source, names[-1]))
 
 
 def load_weights_file(path: Path) -> Weights:
-    """Load a state dict from .safetensors or `torch.save`, without executing pickled code."""
+    """Load a state dict from .safetensors or `torch.save`, without executing pickled code.
+
+    A state dict may be nested under "state_dict" or "model".
+    """
     if path.suffix == ".safetensors":
         return load_file(path)
     content = torch.load(path, map_location="cpu", weights_only=True)
-    return content.get("state_dict", content)
+    for name in ("state_dict", "model"):
+        if isinstance(content.get(name), dict):
+            return content[name]
+    return content
 
 
-def build_linear_head(weights: Weights, width: int) -> nn.Sequential:
-    """Build a stack of linear layers in float32, from `width` features to one value.
+def build_linear_head(
+    weights: Weights, width: int, outputs: int = 1, activation: type[nn.Module] | None = None
+) -> nn.Sequential:
+    """Build a stack of linear layers in float32, from `width` features to `outputs` values.
 
-    The heads of the aesthetic predictor and of ImageReward have no activations, and dropout between
-    the layers only in training.
+    The heads of the aesthetic predictor and of ImageReward have no activations between the layers.
+    Dropout is left out, because it is applied in training only.
     """
     head = nn.Sequential()
     for name in sorted((key for key in weights if key.endswith("weight")), key=_layer_number):
-        outputs, inputs = weights[name].shape
+        if head and activation:
+            head.append(activation())
+        rows, inputs = weights[name].shape
         if inputs != width:
             raise ValueError(f"{name} has {inputs} inputs instead of {width}")
-        layer = nn.Linear(inputs, outputs)
+        layer = nn.Linear(inputs, rows)
         bias = weights[name.removesuffix("weight") + "bias"]
         layer.load_state_dict({"weight": weights[name], "bias": bias})
         head.append(layer)
-        width = outputs
-    if not head or width != 1:
-        raise ValueError("the last layer must have one output")
+        width = rows
+    if not head or width != outputs:
+        raise ValueError(f"the last layer of its head must have {outputs} output(s)")
     return head
 
 

@@ -27,6 +27,7 @@ from flow_grpo.rewards.frames import (
     sample_kind,
     select_frames,
 )
+from flow_grpo.rewards.turns import device_turn
 from flow_grpo.rewards.workers import run_coroutine
 
 if TYPE_CHECKING:
@@ -243,8 +244,9 @@ def score(
 def _call(
     scorer: Scorer, samples: Samples, prompts: list[str], metadata: MetadataRows
 ) -> BatchScores:
-    result = scorer(samples, prompts, metadata)
-    result = run_coroutine(result) if inspect.iscoroutine(result) else result
+    with device_turn(scorer):
+        result = scorer(samples, prompts, metadata)
+        result = run_coroutine(result) if inspect.iscoroutine(result) else result
     return parse_scores(result, len(samples), sample_kind(samples))
 
 

@@ -6,14 +6,19 @@ from flow_grpo.config.registry import Registry
 
 IMAGE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
+    "aesthetic_v25": "flow_grpo.rewards.scorers.aesthetic_siglip:AestheticV25",
     "audio_loudness": "flow_grpo.rewards.scorers.audio:AudioLoudness",
     "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
+    "audio_sync": "flow_grpo.rewards.scorers.audio:AudioSync",
+    "clap": "flow_grpo.rewards.scorers.clap:Clap",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
+    "editreward": "flow_grpo.rewards.scorers.editreward:EditReward",
     "editscore": "flow_grpo.rewards.judges.edit_score:EditScore",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
     "geneval2": "flow_grpo.rewards.scorers.geneval2:GenEval2",
     "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
+    "hpsv3": "flow_grpo.rewards.scorers.hpsv3:HpsV3",
     "human": "flow_grpo.rewards.judges.human:HumanVotes",
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
@@ -29,6 +34,7 @@ IMAGE_REWARDS = {
     "unifiedreward": "flow_grpo.rewards.judges.unified_reward:UnifiedReward",
     "unifiedreward_pair": "flow_grpo.rewards.judges.unified_reward_pair:UnifiedRewardPair",
     "video_motion": "flow_grpo.rewards.scorers.motion:VideoMotion",
+    "videoalign": "flow_grpo.rewards.scorers.videoalign:VideoAlign",
     "viescore": "flow_grpo.rewards.judges.vie_score:VieScore",
     "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
 }

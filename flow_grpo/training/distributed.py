@@ -267,6 +267,28 @@ def compile_obstacle(accelerator: Accelerator, blocks: Iterable[nn.Module]) -> s
     return ""
 
 
+def is_fsdp2(accelerator: Accelerator) -> bool:
+    """Return whether FSDP2 shards the weights."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return False
+    return accelerator.state.fsdp_plugin.fsdp_version == 2
+
+
+def any_on_all_ranks(module: nn.Module, flags: list[bool]) -> list[bool]:
+    """Return whether each flag is set on any process, if FSDP2 shards `module`; else `flags`."""
+    if not hasattr(module, "set_reshard_after_forward"):
+        return flags
+    device = next(module.parameters()).device
+    shared = torch.tensor(flags, dtype=torch.int32, device=device)
+    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
+    return [bool(flag) for flag in shared.tolist()]
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the local parts of tensors that FSDP2 may have sharded; gradients flow to them."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
 def needs_equal_passes(accelerator: Accelerator) -> bool:
     """Return whether a backward pass needs all processes (DeepSpeed, FSDP).
 

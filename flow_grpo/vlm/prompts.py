@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.chat_templates import render_chat_template
 from flow_grpo.data.chats import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import FrameSelection, read_frames, select_frames
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.images import ImageSource, open_image, read_image
-from flow_grpo.vlm.chat_templates import render_chat_template
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.models.base import VisionInputs
 from flow_grpo.vlm.special_tokens import ESCAPE, REJECT, LiteralText

@@ -57,8 +57,8 @@ WAN22_VAE = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
-# The connectors project the hidden states of the small text encoder to the width of each stream,
-# and have one layer of published 8.
+# The connectors project the hidden states of the small text encoder to the width of each stream;
+# they have one layer instead of eight.
 LTX23 = {
     "gated_attn": True,
     "cross_attn_mod": True,

@@ -69,8 +69,11 @@ def test_deviations_name_each_setting_with_both_values():
 
 def test_scorers_that_are_not_available_are_left_out_or_reported():
     available = dict.fromkeys(IMAGE_REWARDS, "")
-    chosen = select_scorers(get_protocol("drawbench"), Overrides(), available)
+    less = {name: "" for name in available if name != "hpsv3"}
+    chosen = select_scorers(get_protocol("drawbench"), Overrides(), less)
     assert [*chosen] == ["pickscore", "hpsv2", "aesthetic", "imagereward"]
+    chosen = select_scorers(get_protocol("drawbench"), Overrides(), available)
+    assert [*chosen] == ["pickscore", "hpsv2", "hpsv3", "aesthetic", "imagereward"]
     for name in ("dpg", "wise", "t2i_compbench", "geneval_official"):
         with raises_user_error("custom_rewards", field="scorer", value=name):
             select_scorers(get_protocol(name), Overrides(), available)
@@ -78,7 +81,7 @@ def test_scorers_that_are_not_available_are_left_out_or_reported():
     assert own == {"wise": {}}
     assert select_scorers(get_protocol("geneval2"), Overrides(), available) == {"geneval2": {}}
     with raises_user_error(field="scorer", value="hpsv3"):
-        select_scorers(get_protocol("drawbench"), Overrides(scorers=["hpsv3"]), available)
+        select_scorers(get_protocol("drawbench"), Overrides(scorers=["hpsv3"]), less)
 
 
 def test_an_unknown_benchmark_is_rejected_with_a_suggestion():

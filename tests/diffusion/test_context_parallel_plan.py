@@ -4,16 +4,30 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers import LTX2VideoTransformer3DModel, WanTransformer3DModel
+from runner import ROOT
 from sessions import short_config
 from untrained import small
+from untrained.full import FULL
 from user_errors import raises_user_error
 
 from flow_grpo.data.prompts import Prompt
+from flow_grpo.diffusion import presets
 from flow_grpo.diffusion.context_parallel import check_context_sources, count_tokens
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.diffusion.models import Size
 from flow_grpo.diffusion.models.flux2 import Flux2KleinAdapter
+from flow_grpo.diffusion.models.ltx2 import LTX2Adapter
 from flow_grpo.diffusion.models.wan import WanAdapter
 from flow_grpo.diffusion.session import build_session
+from flow_grpo.diffusion.video_memory import (
+    MODELS,
+    count_video_tokens,
+    video_memory,
+    video_model,
+)
+from flow_grpo.training.measurements import PARAMETERS, read_measurements
 
 FIELD = "sample.context_parallel"
 
@@ -90,3 +104,65 @@ def test_the_plan_of_a_dry_run_shows_the_tokens_per_process(models, tmp_path):
     assert "x 2 groups of 4 processes" in shown
     assert "4 = 16 / sample.context_parallel=4" in shown
     assert session.plan.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "frames", "peak"),
+    [
+        ("wan2.1-1.3b", "832x480x33", 11.3),
+        ("wan2.1-14b", "416x240x33", 34.9),
+        ("wan2.1-14b", "832x480x33", 52.2),
+    ],
+)
+def test_the_computed_memory_is_close_to_measured_peaks(model, frames, peak):
+    lines = [
+        line
+        for line in read_measurements()
+        if line.get("settings", {}).get("model") == model
+        and (line["settings"]["size"], line["settings"]["batch"]) == (frames, 1)
+        and line["peak_gib"] == peak
+    ]
+    assert lines
+    config = presets.get_config("wan_14b_ocr" if "14b" in model else "wan_ocr")
+    config.train.batch_size = 1
+    width, height, count = map(int, frames.split("x"))
+    known = MODELS[model]
+    tokens = count_video_tokens(known, height, width, count)
+    computed = video_memory(DIFFUSION_SPEC.freeze(config), known, tokens)
+    assert sum(computed.values()) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("preset", ["wan_ocr", "wan_14b_ocr", "pickscore_ltx2"])
+def test_the_page_on_videos_has_the_computed_memory(preset):
+    page = (ROOT / "docs/video.md").read_text("utf-8")
+    sizes = [(480, 832, 81), (720, 1280, 81)] if "wan" in preset else [(512, 768, 121)]
+    for height, width, frames in sizes:
+        config = presets.get_config(preset)
+        config.train.batch_size = 1
+        frozen = DIFFUSION_SPEC.freeze(config)
+        model = video_model(frozen)
+        tokens = count_video_tokens(model, height, width, frames)
+        counts = [n for n in (1, 2, 4, 8) if model.splits or n == 1]
+        counts = [n for n in counts if model.heads % n == 0]
+        gib = [sum(video_memory(frozen, model, tokens // n).values()) for n in counts]
+        assert f"| {tokens:,} | {', '.join(f'{each:.1f}' for each in gib)} |" in page
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_architectures_are_those_of_the_benchmarked_models(name):
+    full, model = FULL[name].transformer, MODELS[name]
+    kind = LTX2VideoTransformer3DModel if name == "ltx-2.3" else WanTransformer3DModel
+    with torch.device("meta"):
+        transformer = kind(**full)
+    config, parameters = transformer.config, dict(transformer.named_parameters())
+    assert model.layers == config.num_layers
+    assert model.heads == config.num_attention_heads
+    assert model.width == model.heads * config.attention_head_dim
+    ends = ("blocks.0.ff.net.2.weight", "blocks.0.ffn.net.2.weight")
+    [mlp] = [weight for key, weight in parameters.items() if key.endswith(ends)]
+    assert mlp.shape == (model.width, model.mlp)
+    targets = LTX2Adapter.lora_targets if name == "ltx-2.3" else WanAdapter.lora_targets
+    ends = tuple(f".{target}" for target in targets)
+    layers = [m for n, m in transformer.named_modules() if n.endswith(ends)]
+    per_rank = sum(layer.in_features + layer.out_features for layer in layers)
+    assert (sum(p.numel() for p in parameters.values()), per_rank) == PARAMETERS[name]

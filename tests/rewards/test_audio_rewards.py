@@ -45,6 +45,52 @@ def test_silence_is_the_share_of_quiet_windows():
     assert score({"audio_silence": 1.0}, sounds)["audio_silence"] == pytest.approx([0.25, 1, 0])
 
 
+def jumping_square(jumps: list[int], frames: int = 24) -> torch.Tensor:
+    """Return a video (1, F, 3, 32, 32) of a square that is at another place from each jump on."""
+    video = torch.zeros(1, frames, 3, 32, 32)
+    for frame in range(frames):
+        place = 8 * (sum(frame >= jump for jump in jumps) % 4)
+        video[0, frame, :, 8:16, place : place + 8] = 1
+    return video
+
+
+def beeps(starts: list[int], rate: int = RATE) -> Audio:
+    """Return a second of sound with beeps of 50 ms that start at these frames of 24 per second."""
+    time = np.arange(rate) / rate
+    wave = sum((time >= s / 24) & (time < s / 24 + 0.05) for s in starts) * np.sin(3000 * time)
+    return Audio(wave[None].astype(np.float32), rate)
+
+
+def test_synchrony_is_that_of_the_onsets_of_sound_and_motion():
+    def synchrony(jumps: list[int], starts: list[int], **options) -> float:
+        reward = build_reward({"audio_sync": 1.0}, options={"audio_sync": options})
+        found = reward.submit(jumping_square(jumps), ["a"], None, [beeps(starts)]).result()
+        return float(found["audio_sync"][0])
+
+    assert synchrony([6, 15], [6, 15]) > 0.99
+    assert synchrony([6, 15], [6]) == pytest.approx(math.sqrt(0.5), abs=0.01)
+    # the kernel (1, 2, 1) / 4 with itself, one frame apart
+    assert synchrony([6, 15], [7, 16]) == pytest.approx(4 / 6, abs=0.02)
+    assert synchrony([6, 15], [10, 19]) == pytest.approx(0, abs=1e-3)
+    assert synchrony([], [6]) == synchrony([6], []) == 0
+    assert synchrony([6], [12]) == pytest.approx(0, abs=1e-3)
+    assert synchrony([6], [12], fps=12) > 0.99
+    with raises_user_error("above 0", field="fps", value=0):
+        build_reward({"audio_sync": 1.0}, options={"audio_sync": {"fps": 0}})
+
+
+@pytest.mark.parametrize("rate", [2 * RATE, RATE // 2])
+def test_resampled_sound_has_the_same_frequencies_and_level(rate):
+    time = np.arange(rate) / rate
+    low = 0.5 * np.sin(2 * math.pi * 500 * time)
+    found = tone(0.5).resampled(rate)
+    assert found.sample_rate == rate
+    np.testing.assert_allclose(found.waveform, np.tile(low, (2, 1)), rtol=0, atol=1e-6)
+    high = np.sin(2 * math.pi * 3000 * np.arange(RATE) / RATE)[None].astype(np.float32)
+    level = np.abs(Audio(high, RATE).resampled(rate).waveform).max()
+    assert level == pytest.approx(1.0 if rate > RATE else 0.0, abs=0.01)
+
+
 @pytest.mark.parametrize("broken", [np.nan, np.inf, None], ids=["nan", "inf", "empty"])
 def test_invalid_sound_fails_and_does_not_affect_other_rewards(broken):
     wave = tone(0.5).waveform

@@ -1,13 +1,17 @@
 """PickScore and CLIPScore on a small CLIP against plain transformers, and errors from loading."""
 
+import contextlib
 import math
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from small_clip import (
     IMAGES,
@@ -27,6 +31,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.hub_access import hub_error_message
 from flow_grpo.rewards import build_reward, build_scorers
 from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.protocol import score
 from flow_grpo.rewards.scorers.clip import Aesthetic, ClipScore, HpsV2, PickScore
 
 
@@ -98,6 +103,30 @@ def test_an_offloaded_network_is_moved_to_the_device_only_for_scoring(folder, mo
     assert moves == [torch.float32, "cpu"]
     stays.release_memory()
     assert len(moves) == 2
+
+
+def test_networks_by_turns_are_on_the_device_one_at_a_time(folder, monkeypatch):
+    """Each call waits for another one, which must not come."""
+    options = {"model": str(folder), "offload": "turns"}
+    scorers = [ClipScore(**options), ClipScore(**options)]
+    together, moves = threading.Barrier(2), []
+
+    def slow(self, images, prompts):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=0.3)
+            moves.append("together")
+        together.reset()
+        return {"score": torch.ones(len(images))}
+
+    monkeypatch.setattr(ClipScore, "score_batch", slow)
+    monkeypatch.setattr(ClipScore, "release_memory", lambda self: moves.append("released"))
+    image = Image.new("RGB", (8, 8))
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(score, each, [image], ["a"], [{}]) for each in scorers]
+    assert [call.result().values for call in calls] == [[1.0], [1.0]]
+    assert moves == ["released"] * 2
+    with raises_user_error("'turns'", field="offload", value="always"):
+        ClipScore(model=str(folder), offload="always")
 
 
 def test_a_network_that_overflows_fails_with_a_reason(folder):

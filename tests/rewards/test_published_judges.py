@@ -36,6 +36,7 @@ CHECKSUMS = {
     "qwenvl": "14a112e01d0fd4ce",
     "qwenvl_ocr": "d233c642a829efc9",
     "unifiedreward_axes": "75d52d3ae771f89b",
+    "unifiedreward_axes_words": "88d1d1c5f0fba9dc",
     "unifiedreward_final": "f56f919ce3bc6aab",
     "unifiedreward_flow_grpo": "d68ab1dcf4dc3a39",
     "unifiedreward_pair_axes": "828e9ab2f81c3b6d",
@@ -49,6 +50,12 @@ POINT_JUDGES = [
     (UnifiedReward, {}, "unifiedreward_final", 512),
     (UnifiedReward, {"wording": "flow_grpo"}, "unifiedreward_flow_grpo", 512),
     (UnifiedReward, {"form": "axes"}, "unifiedreward_axes", 512),
+    (
+        UnifiedReward,
+        {"form": "axes", "wording": "word_scores"},
+        "unifiedreward_axes_words",
+        4096,
+    ),
 ]
 SOURCE, EDITED = Image.new("RGB", (16, 8), "red"), Image.new("RGB", (16, 8), "grey")
 
@@ -137,6 +144,16 @@ def test_qwenvl_ocr_is_the_published_formula(read):
     edits = 0 if target in text else min(distance(text, target), len(target))
     [value], _, _ = ask(QwenVlOcr, read, prompts=['a sign "C AT"'])
     assert value == pytest.approx(1 - edits / len(target))
+
+
+def test_the_axes_of_unifiedreward_1_follow_its_word_scores():
+    reply = (
+        '---\n\nWord-wise Scores: [["cat", 0.2], ["[No_mistakes]", 1.5]]\n\n'
+        "Alignment Score (1-5): 3.5\nCoherence Score (1-5): 2\nStyle Score (1-5): 4.25"
+    )
+    [value], extras, _ = ask(UnifiedReward, reply, form="axes", wording="word_scores")
+    assert value == pytest.approx((3.5 + 2 + 4.25) / 3 / 5)
+    assert extras["coherence"] == [2.0]
 
 
 # EditScore

@@ -80,7 +80,7 @@ def test_an_invalid_url_is_reported_with_its_source(monkeypatch):
         (QwenVl, {"max_tokens": 0.5}, "integer"),
         (QwenVl, {"url": ["http://a"]}, "string"),
         (QwenVl, {"wording": "best"}, "published, alternative"),
-        (UnifiedReward, {"form": "axes", "wording": "flow_grpo"}, "published, alternative"),
+        (UnifiedReward, {"form": "axes", "wording": "flow_grpo"}, "published, word_scores"),
         (VieScore, {"wording": "published"}, "alternative"),
         (QwenVl, {"unparsed": "zero"}, "fail, published"),
         (QwenVl, {"wording": "alternative", "unparsed": "published"}, "no published code"),

@@ -82,3 +82,30 @@ def test_without_a_measurement_the_batches_are_planned():
     assert code == 0, text
     assert rows(text)["samples per epoch"].startswith("192 ")
     assert "--measured FILE" in rows(text)["time and memory"]
+
+
+WAN_14B = ("--config", "config/grpo.py:wan_14b_ocr", "--config.frames=81", "--config.compile=False")
+HD = ("--config.height=720", "--config.width=1280")
+ONE = ("--config.train.batch_size=1", "--config.sample.train_batch_size=1")
+
+
+def test_tokens_and_memory_with_context_parallelism():
+    split = "--config.sample.context_parallel=8"
+    code, text = plan(*WAN_14B, *HD, *ONE, "--world_size=16", split)
+    assert code == 0, text
+    found = rows(text)
+    assert found["samples per epoch"].endswith("x 2 groups of 8 processes")
+    assert found["samples per group"].startswith("2 per epoch")
+    assert found["tokens per GPU"] == "9,450 of 75,600 of a sample"
+    assert found["memory per GPU"].startswith("44.7 GiB = 26.6 of weights + 2.0 of LoRA")
+
+
+@pytest.mark.parametrize(
+    ("context", "shown"), [(3, "processes, 8"), (8, "12 attention heads")], ids=["world", "heads"]
+)
+def test_context_parallelism_must_divide_processes_heads_and_tokens(context, shown):
+    config = ("--config", "config/grpo.py:wan_ocr", "--config.compile=False", "--world_size=8")
+    code, text = plan(*config, f"--config.sample.context_parallel={context}")
+    assert code != 0
+    assert shown in text
+    assert len(text.splitlines()) == 1

@@ -476,7 +476,7 @@ TEMPLATES = {  # template and expected part of the message
 
 @pytest.mark.parametrize(("template", "reason"), TEMPLATES.items(), ids=range(len(TEMPLATES)))
 def test_a_chat_template_that_fails_or_never_ends_is_reported(template, reason, monkeypatch):
-    monkeypatch.setattr("flow_grpo.vlm.chat_templates.MAX_TEMPLATE_STEPS", 200_000)
+    monkeypatch.setattr("flow_grpo.chat_templates.MAX_TEMPLATE_STEPS", 200_000)
     encoder = small_vlm.encoder(small_vlm.build("qwen3_vl"))
     encoder.tokenizer.chat_template = template
     before = sys.gettrace()

@@ -174,7 +174,7 @@ def check_model(
     guidance: Mapping[str, float],
     fewest_steps: int,
     *,
-    sharded: bool = False,
+    alternates: bool = True,
 ) -> None:
     """Reject settings that the model does not support, from its config files only.
 
@@ -183,7 +183,7 @@ def check_model(
         size: Size of the samples.
         guidance: Guidance scales by config field.
         fewest_steps: Smallest number of sampling steps.
-        sharded: Whether ZeRO-3 or FSDP shards the weights.
+        alternates: Whether processes can run different transformers; not with ZeRO-3 and FSDP.
     """
     adapter = find_adapter(model)
     parts = {"pipeline": DiffusionPipeline.load_config(model), **check_size(model, size)}
@@ -198,7 +198,7 @@ def check_model(
             hint="set sample.num_steps and sample.eval_num_steps to at least 2",
         )
     has_two = parts["pipeline"].get("boundary_ratio") is not None
-    if has_two and sharded:  # ranks at different transformers would wait for each other
+    if has_two and not alternates:  # ranks at different transformers would wait for each other
         raise UserError(
             "has two transformers, which is incompatible with ZeRO-3 and FSDP",
             field="pretrained.model",

@@ -22,7 +22,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from flow_grpo.audio import Audio
 from flow_grpo.diffusion.models.dtypes import freeze, vae_dtype
-from flow_grpo.diffusion.models.experts import check_expert_folders, iter_experts
+from flow_grpo.diffusion.models.experts import Experts, check_expert_folders, iter_experts
 from flow_grpo.diffusion.models.inputs import (
     Conditioning,
     Inputs,
@@ -136,6 +136,8 @@ class ModelAdapter(ABC):
             freeze(module, dtype)
         quantize_linears(self.blocks(), base_precision, self.device, keep_full=keep_full)
         encoders = set(self._components(self.encoders).values()) - {self.vae}
+        if isinstance(self.transformer, Experts) and offload_idle:
+            self.transformer.offload_unused(self.device)
         for module in modules:
             if module in encoders:
                 quantize_linears([module], encoder_precision, self.device)
@@ -612,6 +614,8 @@ class ModelAdapter(ABC):
             self.load_lora(folder)
             return
         self._check_expert_folders(folder)
+        if isinstance(self.transformer, Experts):
+            self.transformer.restore_offloaded()
         for subfolder, part, _ in iter_experts(self.transformer):
             load_full_weights(part, folder / subfolder)
 

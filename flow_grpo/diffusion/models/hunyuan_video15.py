@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5, text-to-video; an image is a video of one frame.
+"""Adapt HunyuanVideo 1.5, text-to-video; an image is a video of one frame.
 
 Its pipeline pads each prompt to 1000 tokens, quoted text in it to 256, and adds 729 tokens of an
 image that text-to-video does not have. All of these are masked, so they are omitted here: the
@@ -28,7 +28,7 @@ from flow_grpo.perf.transfer import to_device
 
 
 class HunyuanVideo15Adapter(ModelAdapter):
-    """Adapter of HunyuanVideo 1.5 text-to-video.
+    """Adapt HunyuanVideo 1.5 text-to-video.
 
     The pipeline's guider, which has its guidance scale, is not used.
     """
@@ -75,7 +75,7 @@ class HunyuanVideo15Adapter(ModelAdapter):
 
     @property
     def unused_modules(self) -> str:
-        """Pattern of the image embedder and the last block's text layers, which are not used."""
+        """Return a pattern of the image embedder and the last block's text layers: not used."""
         last = len(self.transformer.transformer_blocks) - 1
         text = rf"transformer_blocks\.{last}\.(attn\.to_add_out|ff_context)"
         return rf"(image_embedder|{text})(\..*)?"

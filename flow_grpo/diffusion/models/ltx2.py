@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3: video with sound, from text or from text and a first frame.
+"""Adapt LTX-2 and LTX-2.3: they generate video with sound from text and an optional first frame.
 
 Video and audio latents are denoised together by one transformer with two streams and one noise
 schedule. Both have the same number of channels C, so a sample is one packed tensor (T_v + T_a, C):
@@ -50,7 +50,7 @@ TIMESTEP_UNIT = 1000  # timesteps per unit of sigma
 
 
 class LTX2Adapter(ModelAdapter):
-    """Adapter of LTX-2 text-to-video and image-to-video with audio.
+    """Adapt LTX-2 text-to-video and image-to-video with audio.
 
     Unlike that of other families, the shape of the latents does not determine the size of the
     video, so the size is that of `source_size`.
@@ -78,9 +78,11 @@ class LTX2Adapter(ModelAdapter):
         """Freeze and place the components; the vocoder computes in float32.
 
         Raises:
-            UserError: For a VAE that decodes with noise, connectors that keep the padding of
-                prompts, or a prompt length that the learned tokens in its place do not divide.
+            UserError: For a VAE that decodes with noise, components for different audio rates,
+                connectors that keep the padding of prompts, or a prompt length that the learned
+                tokens in its place do not divide.
         """
+        check_audio_rates(pipeline)
         if pipeline.vae.config.timestep_conditioning:
             raise UserError(
                 "has a VAE with timestep_conditioning, which is not supported",
@@ -303,6 +305,24 @@ class LTX2Adapter(ModelAdapter):
     def _video_statistics(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the standard deviation of the video VAE's latents, (C,) each."""
         return self.vae.latents_mean, self.vae.latents_std
+
+
+def check_audio_rates(pipeline: DiffusionPipeline) -> None:
+    """Raise a UserError if the components of a pipeline disagree on the audio rate or hop length.
+
+    The positions of the audio tokens would not be those of the video, or the pitch would be wrong.
+    """
+    vae, transformer = pipeline.audio_vae.config, pipeline.transformer.config
+    vocoder_rate = pipeline.vocoder.config.get("input_sampling_rate", vae.sample_rate)
+    for field, found, expected in (
+        ("audio_sampling_rate", transformer.audio_sampling_rate, vae.sample_rate),
+        ("audio_hop_length", transformer.audio_hop_length, vae.mel_hop_length),
+        ("input_sampling_rate", vocoder_rate, vae.sample_rate),
+    ):
+        if found != expected:
+            raise UserError(
+                f"does not match the audio VAE, which has {expected}", field=field, value=found
+            )
 
 
 def with_given_first_frames(latents: Tensor, conditioning: Conditioning) -> Tensor:

@@ -10,7 +10,8 @@ from importlib.resources import files
 
 from flow_grpo.rewards.judges import templates
 
-PUBLISHED, ALTERNATIVE, FLOW_GRPO = "published", "alternative", "flow_grpo"
+PUBLISHED, ALTERNATIVE = "published", "alternative"
+FLOW_GRPO, WORD_SCORES = "flow_grpo", "word_scores"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ UNIFIED_REWARD_AXES = {
     PUBLISHED: Wording(
         quote("unifiedreward_axes"),
         f"{UNIFIED_REWARD}/UnifiedReward-2.0-inference/point_score_ACS_image_generation.py:30",
+    ),
+    WORD_SCORES: Wording(
+        quote("unifiedreward_axes_words"),
+        f"{UNIFIED_REWARD}/image_generation/qwen_point_score_ACS_image_generation.py:32",
+        max_tokens=4096,
     ),
     ALTERNATIVE: Wording(templates.AXES_QUESTION),
 }

@@ -152,11 +152,9 @@ class GenEval2(FrozenModel, Scorer):
 
         Rows are padded on the right: attention is causal, so padding does not affect them.
         """
-        pixels = self.image_processor(
-            images=[image.convert("RGB") for image in images], return_tensors="pt"
-        ).to(self.device)
+        pixels, grids = self._preprocess(images)
         merged = self.network.config.vision_config.spatial_merge_size**2
-        counts = (pixels["image_grid_thw"].prod(-1) // merged).tolist()
+        counts = (grids.prod(-1) // merged).tolist()
         texts = [
             self._render(INSTRUCTION.format(question)).replace(IMAGE_TOKEN, IMAGE_TOKEN * count)
             for question, count in zip(questions, counts, strict=True)
@@ -171,12 +169,25 @@ class GenEval2(FrozenModel, Scorer):
             input_ids=ids,
             attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long().to(self.device),
             mm_token_type_ids=(ids == self.network.config.image_token_id).int(),
-            pixel_values=pixels["pixel_values"].to(self.torch_dtype),
-            image_grid_thw=pixels["image_grid_thw"],
+            pixel_values=pixels.to(self.device, self.torch_dtype),
+            image_grid_thw=grids.to(self.device),
             use_cache=False,
         ).last_hidden_state
         last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, width)
         return self.network.lm_head(last).float().softmax(-1)
+
+    def _preprocess(self, images: tuple[Image.Image, ...]) -> tuple[Tensor, Tensor]:
+        """Return the patches of all images, (patches, values), and their grids, (N, 3).
+
+        An image that has several questions is prepared once.
+        """
+        distinct = {id(image): image.convert("RGB") for image in images}
+        inputs = self.image_processor(images=[*distinct.values()], return_tensors="pt")
+        grids = inputs["image_grid_thw"]
+        patches = inputs["pixel_values"].split(grids.prod(-1).tolist())
+        numbers = {key: number for number, key in enumerate(distinct)}
+        order = [numbers[id(image)] for image in images]
+        return torch.cat([patches[number] for number in order]), grids[order]
 
     def _render(self, text: str) -> str:
         """Return the chat with an image and a text, up to the start of the reply."""

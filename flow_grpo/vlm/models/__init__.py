@@ -15,8 +15,7 @@ from flow_grpo.config.custom import check_class
 from flow_grpo.config.registry import Registry
 from flow_grpo.errors import UserError
 from flow_grpo.perf.quantization import NF4, UNQUANTIZED, quantize_linears
-from flow_grpo.rewards.loading import explain_load_errors
-from flow_grpo.untrusted_files import read_json
+from flow_grpo.rewards.loading import explain_load_errors, load_chat_template
 from flow_grpo.vlm.fields import VLM_SPEC
 from flow_grpo.vlm.models.base import Family
 from flow_grpo.vlm.models.text import TextModel, is_text_model
@@ -214,19 +213,5 @@ def load_processors(
                 source, revision, min_pixels=min_pixels, max_pixels=max_pixels
             )
     if not tokenizer.chat_template:
-        tokenizer.chat_template = _load_processor_chat_template(source, revision)
+        tokenizer.chat_template = load_chat_template(source, revision, option="pretrained.model")
     return tokenizer, image_processor
-
-
-def _load_processor_chat_template(source: str, revision: str) -> str:
-    """Return the chat template of models published before tokenizers contained it."""
-    try:
-        path = cached_file(source, "chat_template.json", revision=revision)
-        return read_json(Path(path))["chat_template"]
-    except (UserError, OSError, KeyError, TypeError) as error:
-        raise UserError(
-            "has no chat template",
-            field="pretrained.model",
-            value=source,
-            hint="use a chat or instruction-tuned model",
-        ) from error

@@ -526,7 +526,42 @@ def test_lora_of_another_number_of_transformers_is_rejected_before(
 @EXPERTS
 def test_two_transformers_are_not_sharded(folder):
     with raises_user_error("ZeRO-3", "FSDP", field="pretrained.model", value=str(folder)):
-        check_model(str(folder), Size(32, 32, 5), {}, 4, sharded=True)
+        check_model(str(folder), Size(32, 32, 5), {}, 4, alternates=False)
+
+
+@EXPERTS
+def test_only_the_transformer_in_use_is_resident_with_offload_idle(family, folder):
+    size = Size(32, 32, family.frames)
+    found = {}
+    for offload in (False, True):
+        adapter = load(folder, offload_idle=offload)
+        policy = make_policy(adapter, rank=2, alpha=4)
+        given, noise = adapter.encode(PROMPTS, None), noise_for(adapter, size)
+
+        def velocity(*times: float, adapter=adapter, policy=policy, given=given, noise=noise):
+            return adapter.velocity(policy.module, noise, torch.tensor(times), given, 1.0)
+
+        def resident(experts=policy.transformer) -> list[int]:
+            """Return the numbers of the transformers whose weights are there."""
+            frozen = [
+                [p for p in e.parameters() if not p.requires_grad] for e in experts.children()
+            ]
+            assert all(len({p.numel() > 0 for p in each}) == 1 for each in frozen)
+            return [i for i, each in enumerate(frozen) if each[0].numel()]
+
+        assert resident() == ([] if offload else [0, 1])
+        with torch.no_grad():
+            early, late = velocity(900.0, 875.0), velocity(874.0, 10.0)
+        assert resident() == ([1] if offload else [0, 1])
+        first = velocity(900.0, 900.0)
+        (first + velocity(10.0, 10.0)).sum().backward()  # the backward pass needs both
+        gradients = [p.grad for p in policy.parameters()]
+        velocity(10.0, 10.0)  # is never used
+        with torch.no_grad():
+            velocity(900.0, 900.0)
+        assert resident() == ([0] if offload else [0, 1])
+        found[offload] = [early, late, *gradients]
+    assert all(map(torch.equal, found[False], found[True]))
 
 
 @pytest.mark.parametrize("family", [BY_NAME["qwen_image_21"]], indirect=True, ids=str)

@@ -164,6 +164,23 @@ def test_prompts_of_other_lengths_than_the_learned_tokens_divide_are_rejected(fo
         load_adapter(str(folder), max_sequence_length=50)
 
 
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ("transformer", "audio_sampling_rate"),
+        ("transformer", "audio_hop_length"),
+        ("vocoder", "input_sampling_rate"),
+    ],
+)
+def test_components_for_different_audio_rates_are_rejected(adapter, part, field):
+    pipeline = copy.copy(adapter.pipeline)
+    component = copy.copy(getattr(pipeline, part))
+    component.register_to_config(**{field: 8000})
+    setattr(pipeline, part, component)
+    with raises_user_error("audio VAE", field=field, value=8000):
+        LTX2Adapter(pipeline, max_sequence_length=TOKENS)
+
+
 @pytest.mark.parametrize("stream", ["video", "audio"])
 def test_connectors_that_keep_padding_are_rejected(adapter, stream):
     pipeline = copy.copy(adapter.pipeline)

@@ -34,7 +34,7 @@ class GenEval(Scorer):
     dtype: str = "float32"
     device: str = "cpu"
     batch_size: int = 16
-    offload: bool = False
+    offload: bool | str = False
 
     def __post_init__(self) -> None:
         """Check the options and build the detector."""

@@ -1,0 +1,107 @@
+"""Tokens and computed memory of a process for long videos, for `flow-grpo plan`; no torch.
+
+With LoRA in bf16 and activation checkpointing, a trained step of T tokens (both halves of guidance
+included) needs
+
+    2 P + (16 + 4 [EMA]) R + 2 T (L D + a D + b M) bytes
+
+for P frozen and R trained parameters: in float32, the latter have gradients, two moments of Adam
+and possibly a moving average. L blocks keep their input of width D for the backward pass, and one
+of them at a time is recomputed, with a MLP of width M. Context parallelism divides T.
+
+a and b are fitted to the measured peaks of Wan 2.1 (docs/benchmarks/models_h200.jsonl and
+models_memory_h200.jsonl), which the formula reproduces to 5 %. Encoders, VAE and rewards are left
+out: with `offload_idle`, encoders and VAE have the GPU for themselves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flow_grpo.config.fields import UNQUANTIZED
+from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.errors import UserError
+from flow_grpo.training.measurements import PARAMETERS, shape_of
+
+WIDTHS, MLP_WIDTHS = 33.4, 6.0  # a and b
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class VideoModel:
+    """Architecture of a video model."""
+
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    side: int = 16  # of the square of pixels that a token covers
+    frames: int = 4  # per token, after the first frame
+    splits: bool = True  # supports `sample.context_parallel`
+
+
+MODELS = {  # by their name in the benchmarks
+    "wan2.1-1.3b": VideoModel(30, 1536, 8960, 12),
+    "wan2.1-14b": VideoModel(40, 5120, 13824, 40),
+    "ltx-2.3": VideoModel(48, 4096, 16384, 32, side=32, frames=8, splits=False),
+}
+
+
+def check_context_divides(context: int, lengths: Mapping[str, int]) -> None:
+    """Raise a UserError unless `sample.context_parallel` divides each length, given by name."""
+    for name, length in lengths.items():
+        if length % context:
+            raise UserError(
+                f"does not divide the {name}", field="sample.context_parallel", value=context
+            )
+
+
+def video_model(config: DiffusionConfig) -> VideoModel | None:
+    """Return the architecture of the config's model, if it is known."""
+    return MODELS.get(shape_of(config.pretrained.model))
+
+
+def count_video_tokens(model: VideoModel, height: int, width: int, frames: int) -> int:
+    """Return the tokens of a video, without those of its sound."""
+    return ((frames - 1) // model.frames + 1) * (height // model.side) * (width // model.side)
+
+
+def describe_video_memory(config: DiffusionConfig, model: VideoModel) -> dict[str, str]:
+    """Return the rows of a plan: tokens, and the computed memory of a process.
+
+    Raises:
+        UserError: If `sample.context_parallel` does not divide the heads or the tokens.
+    """
+    context = config.sample.context_parallel
+    height, width = config.height or config.resolution, config.width or config.resolution
+    tokens = count_video_tokens(model, height, width, config.frames)
+    lengths = {f"{model.heads} attention heads": model.heads, f"{tokens} tokens": tokens}
+    check_context_divides(context, lengths)
+    rows = {"tokens per GPU": f"{tokens // context:,} of {tokens:,} of a sample"}
+    if config.use_lora and config.mixed_precision != "no" and config.train.gradient_checkpointing:
+        parts = video_memory(config, model, tokens // context)
+        text = " + ".join(f"{gib:.1f} of {name}" for name, gib in parts.items())
+        rows["memory per GPU"] = (
+            f"{sum(parts.values()):.1f} GiB = {text}; computed, without encoders, VAE and rewards"
+        )
+    return rows
+
+
+def video_memory(config: DiffusionConfig, model: VideoModel, tokens: int) -> dict[str, float]:
+    """Return the memory of a trained step in GiB, by what takes it.
+
+    Args:
+        config: The settings: LoRA in half precision, with activation checkpointing.
+        model: Architecture of the model.
+        tokens: Tokens of a sample on this process.
+    """
+    known, train = PARAMETERS[shape_of(config.pretrained.model)], config.train
+    frozen_bytes = {UNQUANTIZED: 2.0, "fp8": 1.0}.get(config.pretrained.base_precision, 0.5)
+    trained = known.lora_per_rank * train.lora_rank
+    both = config.sample.guidance_scale > 1 and train.guidance_gradient == "both"
+    batch = train.batch_size * (2 if both else 1)
+    per_token = (model.layers + WIDTHS) * model.width + MLP_WIDTHS * model.mlp
+    return {
+        "weights": frozen_bytes * known.all / GIB,
+        "LoRA and its optimizer": (16 + 4 * train.ema) * trained / GIB,
+        "activations": 2 * batch * tokens * per_token / GIB,
+    }
