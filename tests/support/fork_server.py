@@ -211,8 +211,7 @@ if __name__ == "__main__" and sys.argv[1] != "--serve":
     forward_signals(sys.argv[1:])
 elif __name__ == "__main__":
     import accelerate  # noqa: F401
-    import diffusers.guiders
-    import diffusers.pipelines.onnx_utils  # noqa: F401
+    import diffusers.guiders  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
     import peft  # noqa: F401
     import torch._dynamo
