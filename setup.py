@@ -51,8 +51,8 @@ setup(
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={
         "flow_grpo.benchmarks": ["protocols.toml"],
+        "flow_grpo.rewards": ["cards.toml", "environments/*.txt"],
         "flow_grpo.rewards.judges": ["published/*.txt"],
-        "flow_grpo.rewards": ["cards.toml"],
         "flow_grpo.rewards.scorers": ["published/*.txt"],
         "flow_grpo.report": ["*.html", "*.css", "scripts/*.js"],
         "flow_grpo.votes": ["*.html", "*.css", "*.js"],

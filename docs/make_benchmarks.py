@@ -3,8 +3,9 @@
     python docs/make_benchmarks.py
 
 Tables: `speed` (SD3.5-medium and Flow-GRPO), `fp8`, `caps` and `small` (torch's memory capped),
-`models`, `offline` (DPO on given pairs), `vlm3b` and `vlm7b` (with TRL), and `scaling` and
-`vlm_scaling`, which are computed from measurements on one GPU (flow_grpo/training/scaling.py).
+`models`, `offline` (DPO on given pairs), `vlm3b` and `vlm7b` (with TRL), `vlm_profile`, and
+`scaling` and `vlm_scaling`, which are computed from measurements on one GPU
+(flow_grpo/training/scaling.py).
 tests/docs/test_docs.py checks that the pages are up to date.
 """
 
@@ -58,6 +59,12 @@ ROWS_3B = (
     ("TRL GRPOTrainer", TRL, True, False),
     ("8 responses per micro-batch (`--budget 5000`)", f"{VLM}3b --budget 5000", True, True),
     ("the same with `--flex`", f"{VLM}3b --budget 5000 --flex", False, False),
+    (
+        "compiled, with `--flex`",
+        f"{VLM}3b --budget 5000 --compile --flex --profile",
+        True,
+        True,
+    ),
     ("24 responses per micro-batch (default, 16,384 tokens)", f"{VLM}3b", False, False),
     ("8 responses, checkpointing", f"{VLM}3b --budget 5000 {CHECKPOINTING}", False, False),
     ("all weights (float32, Adam), checkpointing", f"{VLM}3b --full {CHECKPOINTING}", True, False),
@@ -65,6 +72,12 @@ ROWS_3B = (
 ROWS_7B = (
     ("TRL GRPOTrainer", f"PYTHONPATH=.:scripts {TRL} --shape qwen2.5-vl-7b", True, False),
     ("LoRA on bf16, 8 responses per micro-batch", f"{VLM}7b --budget 5000", True, True),
+    (
+        "the same, compiled, with `--flex`",
+        f"{VLM}7b --budget 5000 --compile --flex --profile",
+        True,
+        True,
+    ),
     ("LoRA on NF4 (QLoRA)", f"{VLM}7b --base_precision nf4 --budget 5000", True, True),
 )
 # Simulated epochs: numbers of GPUs, columns, and sizes of the test sets of ocr_full, geometry3k
@@ -236,6 +249,21 @@ def vlm_table(rows: tuple[tuple[str, str, bool, bool], ...]) -> str:
     return markdown_table(table)
 
 
+def vlm_profile_table() -> str:
+    """Return milliseconds of GPU time by kernel class, from the newest profile of each shape."""
+    newest = {line["shape"]: line["profile"] for line in read("vlm") if "profile" in line}
+    columns = {
+        f"{shape.removeprefix('qwen2.5-vl-').upper()}, {phase}": found["milliseconds"]
+        for shape, phases in newest.items()
+        for phase, found in phases.items()
+    }
+    classes = dict.fromkeys(name for found in columns.values() for name in found)
+    rows = [["", *columns]]
+    for name in classes:
+        rows.append([name, *(f"{found.get(name, 0):,.0f}" for found in columns.values())])
+    return markdown_table(rows)
+
+
 def scaling_table() -> str:
     """Simulate general_ocr_sd3; above 64 GPUs, the epoch grows with the GPUs."""
     rows = [SCALING_HEAD]
@@ -284,6 +312,7 @@ TABLES = {
     "offline": offline_table,
     "scaling": scaling_table,
     "vlm_scaling": vlm_scaling_table,
+    "vlm_profile": vlm_profile_table,
     "vlm3b": lambda: vlm_table(ROWS_3B),
     "vlm7b": lambda: vlm_table(ROWS_7B),
 }

@@ -17,6 +17,7 @@ OUTSIDE = (
     *("assets/tiny-vlm/README.md", "assets/tiny-vlm/samples.png", "assets/tiny-text/README.md"),
     *("examples/first_run.ipynb", "Dockerfile"),
     *("dataset/README.md", "reward_server/README.md", "reward_server/openapi.json"),
+    *(f"flow_grpo/rewards/environments/{name}.txt" for name in ("deqa", "paddleocr")),
     *("flow_grpo/rewards/protocol.py", "tests/rewards/test_geneval_rules.py"),
 )
 

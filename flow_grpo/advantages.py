@@ -11,6 +11,8 @@ reinforce_pp  (r - batch mean) / (batch d + eps): also compares prompts (arXiv 2
 remax         r - b, b the reward of the deterministic sample of the prompt (arXiv 2310.10505)
 gdpo          z-score of each reward in its group, weighted sum, batch scale: rewards with a small
               spread keep their influence (arXiv 2601.05242)
+grpo_passk    best - second best for the best of the group, 0 for the others, then divided as grpo:
+              the gradient of pass@G, the expected maximum (arXiv 2503.19595)
 pairwise      r is the win rate within the group, then as grpo (Pref-GRPO, arXiv 2508.20751)
 
 Dividing by the group's d equalizes prompts but amplifies noise where rewards are nearly equal;
@@ -27,7 +29,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo", "pairwise"]
+Estimator = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo", "grpo_passk", "pairwise"
+]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 Scale = Literal["group", "batch", "none"]
 SCALES: tuple[Scale, ...] = ("group", "batch", "none")
@@ -51,7 +55,7 @@ def compute_advantages(
         rewards: (N,), or {name: (N,)}, whose weighted sum is used. NaN: could not be scored.
         group_ids: Integer id of each sample's group, (N,).
         estimator: See the module docstring.
-        scale: Standard deviation that grpo and pairwise divide by.
+        scale: Standard deviation that grpo, grpo_passk and pairwise divide by.
         baseline: Reward of the deterministic sample of each prompt, (N,); for remax only.
         weights: Weight of each named reward, 1 by default. Rewards of weight 0 are ignored, so
             that their NaN values do not exclude samples.
@@ -118,6 +122,8 @@ def compute_advantages(
         value = _center_by_group(r, g) * (size / np.maximum(size - 1, 1))[inverse]
     elif estimator == "dr_grpo":
         value = _center_by_group(r, g)
+    elif estimator == "grpo_passk":
+        value = _divide_by_std(_lead_of_best(r, g), r, g, scale, eps, ddof)
     else:
         value = _group_z_scores(r, g, scale, eps, ddof)
 
@@ -209,13 +215,33 @@ def _group_z_scores(
         eps: Added to the standard deviation.
         ddof: Variances divide by the number of samples minus this.
     """
-    out = _center_by_group(r, groups)
+    return _divide_by_std(_center_by_group(r, groups), r, groups, scale, eps, ddof)
+
+
+def _divide_by_std(
+    values: np.ndarray, r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float, ddof: int
+) -> np.ndarray:
+    """Divide values (N,) by the standard deviation of the rewards; see `_group_z_scores`."""
     if scale == "none":
-        return out
+        return values
     if scale == "batch":
-        return _divide_nonzero(out, _std(r, ddof) + eps)
+        return _divide_nonzero(values, _std(r, ddof) + eps)
+    out = values.copy()
     for members in group_rows(groups):
         out[members] = _divide_nonzero(out[members], _std(r[members], ddof) + eps)
+    return out
+
+
+def _lead_of_best(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return how far the best sample of each group is ahead of the second, and 0 for others, (N,).
+
+    A group of one gets 0.
+    """
+    out = np.zeros_like(r)
+    for members in group_rows(groups):
+        if len(members) > 1:
+            second, best = np.sort(r[members])[-2:]
+            out[members[r[members].argmax()]] = best - second
     return out
 
 

@@ -7,12 +7,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from flow_grpo.errors import UserError
+
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace a file atomically and durably; several processes may write it concurrently."""
+    write_bytes_atomic(path, text.encode("utf-8"))
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replace a file with bytes; see `write_text_atomic`."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         fsync_path(partial)
         partial.replace(path)
     finally:
@@ -48,6 +55,25 @@ def fsync_and_rename(partial: Path, final: Path) -> None:
     fsync_tree(partial)
     partial.rename(final)
     fsync_path(final.parent)
+
+
+def check_output_folder(folder: Path, field: str, value: Path) -> None:
+    """Raise a UserError if files cannot be written to a folder, which may not exist yet.
+
+    Args:
+        folder: The folder; it is not created.
+        field: Option that names it or a file in it.
+        value: Value of the option.
+    """
+    folder = folder.absolute()
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot be written because of {existing}",
+            field=field,
+            value=str(value),
+            hint="choose another path",
+        )
 
 
 def make_directories(folder: Path) -> list[Path]:

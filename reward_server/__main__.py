@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.custom import import_scorer
 from flow_grpo.rewards.failure import describe_error
 from flow_grpo.rewards.protocol import Scorer, constructor_parameters
+from flow_grpo.rewards.workers.supervisor import supervise
 from reward_server.arguments import build_limits, parse_args
 
 USAGE_ERROR = 2  # exit code of user errors
@@ -40,10 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_server(args: argparse.Namespace) -> None:
     """Bind the port, build the scorers and serve them; or print the OpenAPI schema."""
+    if args.fd is not None:
+        supervise(args.fd, args.parent_pid)
     # Slow imports; --help and argument errors do not need them.
     try:
         from reward_server.app import openapi
-        from reward_server.serve import bind_socket, serve
+        from reward_server.serve import serve
         from reward_server.service import Service
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:
@@ -63,7 +67,7 @@ def _run_server(args: argparse.Namespace) -> None:
     custom = dict(args.custom)
     args.rewards = list(dict.fromkeys([*args.rewards, *custom]))
     _check_names(args.rewards, custom, args.options)
-    with bind_socket(args.host, args.port, public=token is not None) as listener:
+    with _open_listener(args, public=token is not None) as listener:
         scorers = {name: _build_named_scorer(name, args, custom) for name in args.rewards}
         service = Service(
             scorers,
@@ -83,6 +87,18 @@ def _run_server(args: argparse.Namespace) -> None:
             )
         finally:
             service.close()
+
+
+def _open_listener(args: argparse.Namespace, *, public: bool) -> socket.socket:
+    """Return the socket of --fd, or one that is bound to --host and --port."""
+    from reward_server.serve import bind_socket
+
+    if args.fd is None:
+        return bind_socket(args.host, args.port, public=public)
+    try:
+        return socket.socket(fileno=args.fd)
+    except OSError as error:
+        raise UserError("is not a socket", field="--fd", value=args.fd) from error
 
 
 def _check_names(names: list[str], custom: dict[str, str], options: dict[str, Any]) -> None:

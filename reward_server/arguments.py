@@ -43,6 +43,18 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--rewards", type=_parse_names, default=[], help="comma-separated names")
     add("--host", default="127.0.0.1", help="address; non-loopback ones need --token-env")
     add("--port", type=_parse_port, default=18085, help="port; 0 for any free one")
+    add(
+        "--fd",
+        type=_parse_positive_int,
+        help="descriptor of an inherited listening socket instead of --host and --port; the server "
+        "ends with the process that started it",
+    )
+    add(
+        "--parent-pid",
+        type=_parse_positive_int,
+        metavar="PID",
+        help="that process: with --fd, the server exits if it has already ended",
+    )
     add("--token-env", metavar="NAME", help="environment variable with the required token")
     add(
         "--workers",

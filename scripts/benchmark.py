@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from absl import flags
 from accelerate import Accelerator
+from kernel_profile import profile_call
 from ml_collections import ConfigDict
 from train import (
     SampledBatch,
@@ -68,6 +70,9 @@ AGAINST = flags.DEFINE_string(
     "against", "", "A clone of Flow-GRPO, whose SD3 functions are timed on the same GPU."
 )
 REFERENCE_MODEL = "sd3.5-medium"  # what reference_loops.py builds with random weights
+PROFILE = flags.DEFINE_bool(
+    "profile", False, "Also record one epoch: GPU time by kernel class (needs a GPU)."
+)
 OUT = flags.DEFINE_string("out", "", "Also append the JSON line to this file.")
 
 
@@ -82,7 +87,8 @@ def main(config: ConfigDict) -> Session:
     with tempfile.TemporaryDirectory() as logdir:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         reference = benchmark_clone(config) if AGAINST.value else {}
-        config.num_epochs = 2 + EPOCHS.value  # the last timed epoch also samples ahead
+        # the last epoch also samples ahead
+        config.num_epochs = 2 + EPOCHS.value + PROFILE.value
         session = build_session(config, load=load)
         try:
             with suggest_on_oom(training_memory_options(session.config, session.plan)):
@@ -134,6 +140,8 @@ def check_flags(config: ConfigDict) -> None:
         raise UserError(
             "needs a GPU", field="--memory_gib", value=MEMORY.value, hint="omit it on the CPU"
         )
+    if PROFILE.value and not on_gpu:
+        raise UserError("needs a GPU", field="--profile", value=True, hint="omit it on the CPU")
     if FULL_ENCODERS.value:
         check_full_encoder(config.pretrained.model)
     if OUT.value:
@@ -249,6 +257,10 @@ def measure(session: Session) -> dict[str, Any]:
     for epoch in range(1 + EPOCHS.value):
         metrics, ahead = run_epoch(session, epoch, ahead)
         epochs.append(metrics)
+    profiled = {}
+    if PROFILE.value:
+        call = partial(run_epoch, session, len(epochs), ahead)
+        profiled = {"profile": profile_call(device, call)}
     warm_up, timed = epochs[0], epochs[1:]
     count = plan.samples // plan.num_processes  # samples per rank
     seconds = {
@@ -277,6 +289,7 @@ def measure(session: Session) -> dict[str, Any]:
         **{f"{name}_share": bench.rounded(rate / ceiling) for name, rate in rates.items()},
         "persistent_kernels": count_persistent_kernels(),  # 0: not compiled for a GPU
         "ratio_dev_max": max(e.get("train/first_update_ratio_dev", 0.0) for e in epochs),
+        **profiled,
     }
 
 

@@ -10,12 +10,17 @@ slot in use to the end.
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from itertools import starmap
 from typing import TypeVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from kernel_profile import profile_call
 from untrained.vlm import SHAPES, build
 
 from flow_grpo.config.error_reporting import ScriptParser
@@ -27,7 +32,7 @@ from flow_grpo.vlm.attention import flex_attention_supported
 from flow_grpo.vlm.losses.base import UpdateCounts, token_weights
 from flow_grpo.vlm.losses.clip import ClipLoss
 from flow_grpo.vlm.models import get_family
-from flow_grpo.vlm.packing import Response, micro_batches, pack_responses
+from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import EncodedPrompt
 from flow_grpo.vlm.sampling import PendingBatch, PromptBatch, SampledTokens, Sampler
@@ -56,6 +61,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--flex", action="store_true", help="train with flex attention")
     parser.add_argument(
+        "--profile", action="store_true", help="also record GPU time by kernel class"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
+    parser.add_argument(
         "--base_precision",
         choices=BASE_PRECISIONS,
         default=UNQUANTIZED,
@@ -67,6 +76,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.full and args.base_precision != UNQUANTIZED:
         parser.error(f"--base_precision={args.base_precision} needs frozen weights; remove --full")
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile needs a GPU")
     if args.answers % args.group:
         parser.error(f"--answers={args.answers} must be a multiple of --group={args.group}")
     return args
@@ -89,20 +100,29 @@ def main() -> None:
         gradient_checkpointing=args.gradient_checkpointing,
         compute_dtype=torch.bfloat16 if half else None,
         flex_attention=flex,
+        compiled=half and args.compile,
     )
     count = args.answers * args.batches
     rows = [i // args.group for i in range(count)]
     prompts = [make_prompt(model, args.text_tokens, args.side, i) for i in range(rows[-1] + 1)]
-    sampled, sampling = sample(policy, prompts, rows, args)
+    sampler_call = sampling_call(policy, prompts, rows, args)
+    sampled, sampling = measure_call(device, sampler_call)
     lengths = [len(tokens) for tokens in sampled.tokens]
+    profiles = {"sampling": profile_call(device, sampler_call)} if args.profile else {}
+    del sampler_call  # frees its cache
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
-    _, training = measure_call(
-        device, lambda: update(policy, optimizer, prompts, rows, sampled, args.budget)
-    )
+    update_call = partial(update, policy, optimizer, prompts, rows, sampled, args.budget)
+    _, training = measure_call(device, update_call)
+    if args.profile:
+        profiles["training"] = profile_call(device, update_call)
     bytes_read = decoding_bytes(model, model_bytes, args.answers, lengths, len(prompts[0]))
     print(
         json.dumps(
             {
+                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                "command": shlex.join(["python", *sys.argv]),
+                "device": torch.cuda.get_device_name() if half else "CPU",
+                **{name: version(name) for name in ("torch", "transformers", "peft")},
                 "shape": args.shape,
                 "parameters": weights,
                 "prompt_tokens": len(prompts[0]),
@@ -110,6 +130,7 @@ def main() -> None:
                 "tokens": [min(lengths), sum(lengths) / count, max(lengths)],
                 "base_precision": args.base_precision,
                 "flex_attention": flex,
+                "compiled": half and args.compile,
                 "sampling_s_per_answer": sampling["seconds"] / count,
                 "sampling_tokens_per_s": sum(lengths) / sampling["seconds"],
                 "sampling_gib": sampling["gib"],
@@ -118,6 +139,8 @@ def main() -> None:
                 "training_gib": training["gib"],
                 "compiling_s": max(0.0, training["first"] - training["seconds"]),
                 "share_of_bandwidth": bytes_read / args.bandwidth / sampling["seconds"],
+                "ratio_dev_max": ratio_deviation(policy, prompts, rows, sampled, args.budget),
+                **({"profile": profiles} if profiles else {}),
             }
         )
     )
@@ -160,19 +183,16 @@ class FixedLengthSampler(Sampler):
         return batch
 
 
-def sample(
+def sampling_call(
     policy: VlmPolicy, prompts: list[EncodedPrompt], rows: list[int], args: argparse.Namespace
-) -> tuple[SampledTokens, dict[str, float]]:
-    """Sample one response per row.
+) -> Callable[[], SampledTokens]:
+    """Return a function that samples one response per row.
 
     Args:
         policy: The policy.
         prompts: The prompts.
         rows: Index of the prompt of each response.
         args: The command line, which has the lengths and the batch size.
-
-    Returns:
-        The responses, and what `measure_call` measured.
     """
     shortest, longest = args.lengths or (args.new_tokens, args.new_tokens)
     last = policy.model.config.get_text_config().vocab_size - 1
@@ -196,7 +216,7 @@ def sample(
         tokens = [own for part in parts for own in part.tokens]
         return SampledTokens(tokens, [own for part in parts for own in part.log_probs], [])
 
-    return measure_call(sampler.device, call)
+    return call
 
 
 def update(
@@ -207,22 +227,54 @@ def update(
     sampled: SampledTokens,
     budget: int,
 ) -> None:
-    """Take one optimizer step on all responses, with advantages of 1."""
-    device = next(policy.network.parameters()).device
-    responses = [Response(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
-    longest = max(len(tokens) for tokens in sampled.tokens)
-    tokens = sum(len(tokens) for tokens in sampled.tokens)
-    counts = UpdateCounts(tokens=float(tokens), responses=float(len(responses)))
-    for part in micro_batches(responses, budget):
-        batch = pack_responses(responses[part], 0).to(device)
-        old = pad_sequence(sampled.log_probs[part], batch_first=True).to(device)
-        advantages = torch.ones(len(old), 1, device=device)
+    """Take one optimizer step on all responses, with advantages of 1.
+
+    As in the first update of an epoch, old log-probabilities are the new ones, detached.
+    """
+    responses, longest = as_responses(prompts, rows, sampled), max(map(len, sampled.tokens))
+    counts = UpdateCounts(
+        tokens=float(sum(map(len, sampled.tokens))), responses=float(len(responses))
+    )
+    clip = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+    for batch in packed_batches(policy, responses, budget):
         scores = policy.forward_tokens(batch)["log_probs"]
-        clip = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
-        loss = clip.per_token(scores, old, advantages, batch.mask).loss
+        advantages = torch.ones(len(scores), 1, device=scores.device)
+        loss = clip.per_token(scores, scores.detach(), advantages, batch.mask).loss
         (loss * token_weights("token", batch.mask, counts, longest)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def ratio_deviation(
+    policy: VlmPolicy,
+    prompts: list[EncodedPrompt],
+    rows: list[int],
+    sampled: SampledTokens,
+    budget: int,
+) -> float:
+    """Return max |ratio - 1| of log-probabilities with gradients and recomputed without."""
+    deviations = []
+    for batch in packed_batches(policy, as_responses(prompts, rows, sampled), budget):
+        old = policy.forward_tokens_no_grad(batch)["log_probs"]
+        new = policy.forward_tokens(batch)["log_probs"].detach()
+        deviations.append(((new - old).exp() - 1).abs().max().item())
+    return max(deviations)
+
+
+def as_responses(
+    prompts: list[EncodedPrompt], rows: list[int], sampled: SampledTokens
+) -> list[Response]:
+    """Return the sampled responses with their prompts."""
+    return [Response(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
+
+
+def packed_batches(
+    policy: VlmPolicy, responses: list[Response], budget: int
+) -> Iterator[PackedBatch]:
+    """Yield micro-batches of up to `budget` tokens on the device of the policy."""
+    device = next(policy.network.parameters()).device
+    for part in micro_batches(responses, budget):
+        yield pack_responses(responses[part], 0).to(device)
 
 
 def decoding_bytes(

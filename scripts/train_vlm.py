@@ -51,6 +51,7 @@ from flow_grpo.training.session import (
 )
 from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
+from flow_grpo.vlm.adaptive_kl import current_kl_weight, update_kl_weight
 from flow_grpo.vlm.advantages import (
     ResponseTensors,
     compute_kl_penalties,
@@ -62,7 +63,7 @@ from flow_grpo.vlm.advantages import (
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
-from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC
+from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC, VlmConfig
 from flow_grpo.vlm.given_responses import GivenObjective, estimate_mismatched_kl, given_rollout
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
@@ -112,11 +113,16 @@ def train(session: VlmSession) -> None:
         session.reward.release_memory()
         has_advantages = rollout.is_trained.any()
         solved = not has_advantages and rollout.all_questions_drawn
+        if config.train.mask_truncated:
+            rollout.mask_truncated()
+            has_advantages = rollout.is_trained.any()
         if has_advantages:
             with timer("train"):
                 tensors = compute_rollout_log_probs(session, rollout)
                 assign_advantages(session, rollout, tensors)
                 metrics |= train_epoch(session, epoch, rollout, tensors)
+                state = session.progress.algorithm
+                metrics |= update_kl_weight(config.train, state, metrics, session.plan.samples)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
         metrics["perf/peak_mem_gb"] = peak_memory_gb(session.accelerator.device)
         if solved or is_due(done, config.eval_freq, config.num_epochs):
@@ -128,13 +134,24 @@ def train(session: VlmSession) -> None:
         finish_epoch(session, done, metrics, timer, ends=solved)
         if not has_advantages:
             logger.info(
-                "epoch %d: every sampled response has a zero advantage (mean reward %.3f); %s",
+                "epoch %d: %s (mean reward %.3f); %s",
                 done,
+                excluded_reason(config),
                 metrics[f"reward/{TOTAL}"],
                 "all questions were drawn, so training ends" if solved else "no update was made",
             )
         if solved:
             return
+
+
+def excluded_reason(config: VlmConfig) -> str:
+    """Return why no response of an epoch is trained, for a log message."""
+    reasons = ["has a zero advantage"]
+    if config.sample.filter_reward:
+        reasons.append("is excluded by sample.filter_reward")
+    if config.train.mask_truncated:
+        reasons.append("is truncated")
+    return f"every sampled response {' or '.join(reasons)}"
 
 
 def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
@@ -171,6 +188,9 @@ def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
                 kl_penalties={},
             )
             rollout.keep_groups_with_advantage(advantages)
+            if name := config.sample.filter_reward:
+                low, high = config.sample.filter_low, config.sample.filter_high
+                rollout.keep_groups_within(name, low, high)
         missing = rollout.refill() if attempt < config.sample.refills else []
         if not len(missing):
             break
@@ -292,9 +312,8 @@ def assign_advantages(
     train, accelerator = session.config.train, session.accelerator
     kl_penalties = {}
     if train.beta > 0 and train.kl_in == "reward":
-        kl_penalties = compute_kl_penalties(
-            tensors, train.kl, train.beta, clamp=train.clamp_log_ratios
-        )
+        weight = current_kl_weight(train, session.progress.algorithm)
+        kl_penalties = compute_kl_penalties(tensors, train.kl, weight, clamp=train.clamp_log_ratios)
     if train.advantage == GAE:
         compute_token_advantages(
             accelerator,
@@ -403,6 +422,7 @@ def build_objective(session: VlmSession, *, critic_only: bool) -> Objective | Gi
         build_loss(train.loss, train),
         train,
         max_new_tokens=max_new_tokens,
+        kl_weight=current_kl_weight(train, session.progress.algorithm),
         importance_weighted=not session.rollout_engine.exact_log_probs,
         critic_only=critic_only,
     )

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from flow_grpo.advantages import (
 
 FIXTURE_GROUPS = np.array([0, 1, 0, 2, 1, 0])
 FIXTURE_REWARDS = np.arange(1, 7)
-WITHIN_GROUP = ["grpo", "dr_grpo", "rloo", "pairwise"]
+WITHIN_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_passk", "pairwise"]
 SCALES = ["group", "batch", "none"]
 
 rewards_and_groups = st.integers(1, 24).flatmap(
@@ -83,7 +85,8 @@ def test_a_constant_group_and_a_group_of_one_are_exactly_zero(value, size, estim
         out = compute_advantages(rewards, groups, estimator=estimator, scale=scale, eps=eps)
         assert (out[:size] == 0).all()
         assert out[-1] == 0
-        assert (out[size:-1] != 0).all()
+        only_best = estimator == "grpo_passk"
+        assert (out[size:-1] != 0).tolist() == [not only_best, True]
 
 
 @given(rewards_and_groups, st.sampled_from([*WITHIN_GROUP, "reinforce_pp"]), st.data())
@@ -132,6 +135,38 @@ def test_other_estimators_equal_their_formulas():
     baseline = np.array([0.5, 0.5, 0.5, 5.0])
     remax = compute_advantages(r, g, estimator="remax", baseline=baseline)
     np.testing.assert_allclose(remax, r - baseline)
+
+
+@pytest.mark.parametrize(
+    ("scale", "deviation"),
+    [("none", 1.0), ("group", np.std([1.0, 6.0, 4.0])), ("batch", np.std([1.0, 6, 4, 3, 3, 2]))],
+)
+def test_pass_at_k_credits_the_lead_of_the_best_of_a_group(scale, deviation):
+    """Group 0 has a failed sample; group 1 has two best samples, so their lead is 0."""
+    rewards = np.array([1.0, np.nan, 6.0, 4.0, 3.0, 3.0, 2.0])
+    groups = np.array([0, 0, 0, 0, 1, 1, 1])
+    kwargs = {"estimator": "grpo_passk", "scale": scale, "eps": 0.5 * (scale != "none")}
+    out = compute_advantages(rewards, groups, **kwargs)
+    lead = 2 / (deviation + kwargs["eps"])
+    np.testing.assert_allclose(out, [0, 0, lead, 0, 0, 0, 0], atol=1e-12)
+    assert compute_advantages(np.ones(1), np.zeros(1, int), **kwargs).tolist() == [0]
+
+
+def test_pass_at_k_gradient_is_that_of_the_expected_maximum():
+    """Enumerate three independent samples of a softmax policy over four rewards."""
+    rewards, logits = np.array([0.0, 0.3, 1.0, 2.5]), np.array([0.4, -0.2, 0.1, -0.9])
+    policy = np.exp(logits) / np.exp(logits).sum()
+    exact, estimate = np.zeros(4), np.zeros(4)
+    for group in itertools.product(range(4), repeat=3):
+        own = np.array(group)
+        scores = np.eye(4)[own] - policy  # gradients of the log-probabilities
+        chance = policy[own].prod()
+        exact += chance * rewards[own].max() * scores.sum(0)
+        credit = compute_advantages(
+            rewards[own], np.zeros(3, int), estimator="grpo_passk", scale="none"
+        )
+        estimate += chance * credit @ scores
+    np.testing.assert_allclose(estimate, exact, atol=1e-12)
 
 
 def test_gdpo_normalises_each_reward_before_it_adds_them():
@@ -288,7 +323,7 @@ def test_inputs_are_not_changed():
     [
         (
             {"estimator": "ppo"},
-            "'ppo'.*grpo, dr_grpo, rloo, reinforce_pp, remax, gdpo, pairwise",
+            "'ppo'.*grpo, dr_grpo, rloo, reinforce_pp, remax, gdpo, grpo_passk, pairwise",
         ),
         ({"scale": "all"}, "'all'.*group, batch, none"),
         ({"estimator": "remax"}, "estimator='remax'.*baseline"),

@@ -46,26 +46,47 @@ class Chat:
         self.images = self.images or images
         self.videos = self.videos or videos
 
+    def show_media_first(self) -> None:
+        """Write placeholders into the first of several turns, if there are none."""
+        if len(self.turns) == 1:
+            return
+        for placeholder, count in (
+            (IMAGE_PLACEHOLDER, len(self.images)),
+            (VIDEO_PLACEHOLDER, len(self.videos)),
+        ):
+            if not any(placeholder in turn.text for turn in self.turns):
+                first = self.turns[0]
+                self.turns[0] = first._replace(text=placeholder * count + first.text)
 
-def parse_chat(message: Any, where: str, *, single_turn: bool = False) -> Chat:
+    def check_is_prompt(self, where: str, hint: str = "") -> None:
+        """Raise a UserError unless the chat starts and ends with a user turn."""
+        if not self.turns or self.turns[0].role != USER or self.turns[-1].role != USER:
+            roles = ", ".join(turn.role for turn in self.turns) or "none"
+            raise UserError(
+                f"has a prompt with the turns {roles}, but it must start and end with a user turn",
+                field=where,
+                hint=hint,
+            )
+
+
+def parse_chat(message: Any, where: str) -> Chat:
     """Parse a chat: an optional system turn, then user and assistant turns.
 
     Args:
         message: A list of turns, possibly as a JSON string.
         where: File, row and column, the `field` of errors.
-        single_turn: Whether the chat must have a single user turn besides the system turn.
     """
     turns = parse_json(message, where) if isinstance(message, str) else message
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError("must be a list of turns, possibly as a JSON string", field=where)
     given = [turn.get("role", turn.get("from")) for turn in turns]
     roles = [ROLE_ALIASES.get(role, role) if isinstance(role, str) else "" for role in given]
-    if single_turn and roles not in ([USER], [SYSTEM, USER]):
-        rule = "must be one user turn, optionally preceded by a system turn"
-        raise _roles_error(given, rule, where)
     if not roles or not {*roles[1:]} <= {USER, ASSISTANT} or roles[0] not in ROLES:
-        rule = "must be user and assistant turns, optionally preceded by a system turn"
-        raise _roles_error(given, rule, where)
+        raise UserError(
+            f"has turns with the roles {', '.join(map(str, given))}, but must be user and "
+            "assistant turns, optionally preceded by a system turn",
+            field=where,
+        )
     chat = Chat([])
     for turn, role in zip(turns, roles, strict=True):
         keys = ("role", "content") if "role" in turn else ("from", "value")  # OpenAI or ShareGPT
@@ -90,11 +111,6 @@ def parse_chat(message: Any, where: str, *, single_turn: bool = False) -> Chat:
         else:
             chat.turns.append(Turn(role, text))
     return chat
-
-
-def _roles_error(given: list[Any], rule: str, where: str) -> UserError:
-    roles = ", ".join(map(str, given))
-    return UserError(f"has turns with the roles {roles}, but {rule}", field=where)
 
 
 def _parse_part(part: Any, chat: Chat, where: str) -> str:

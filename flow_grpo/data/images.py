@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote
 
+from flow_grpo.atomic_io import write_bytes_atomic
 from flow_grpo.data.columns import is_base64_image, is_empty, parse_json_or_none
 from flow_grpo.errors import UserError, did_you_mean_file, join_hints
 from flow_grpo.images import ImageSource, read_image
@@ -107,6 +108,31 @@ def _from_text(source: str, folder: Path, where: str) -> ImageSource:
             )
         return decoded
     return folder / source
+
+
+def cache_images(images: Sequence[ImageSource], folder: str) -> tuple[ImageSource, ...]:
+    """Write images that are bytes to files in `folder`, named by their digest; return their paths.
+
+    Several processes and runs may share the folder. Without one, images are returned unchanged.
+    """
+    if not folder:
+        return tuple(images)
+    return tuple(
+        _cached(each, Path(folder)) if isinstance(each, bytes) else each for each in images
+    )
+
+
+def _cached(image: bytes, folder: Path) -> Path:
+    path = folder / _digest(image)
+    if not path.is_file() or path.stat().st_size != len(image):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(path, image)
+        except OSError as error:
+            raise UserError(
+                f"cannot be written: {error.strerror}", field="image_cache", value=str(folder)
+            ) from error
+    return path
 
 
 def check_images(

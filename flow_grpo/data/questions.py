@@ -1,9 +1,10 @@
 """Questions of vision-language and language models: their row layout, and loading of question sets.
 
 Recognised row layouts: ours (`question`, `images`, `videos`, `answer`), EasyR1's (the same with
-`problem`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`; its `question` repeats
-the text of the chat). `QuestionLayout` names other columns. A column that looks like a model input
-but is not used is rejected: flow_grpo/data/columns.py.
+`problem`), LMM-R1's (`message`, a chat as a JSON string, and `answer`; its `question` repeats the
+text of the chat), and `prompt` of TRL and verl, text or a chat. `QuestionLayout` names other
+columns. A column that looks like a model input but is not used is rejected:
+flow_grpo/data/columns.py.
 """
 
 import math
@@ -36,7 +37,13 @@ from flow_grpo.data.columns import (
     is_conversation,
 )
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
-from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
+from flow_grpo.data.images import (
+    cache_images,
+    find_image,
+    first_nonempty_column,
+    listed_images,
+    row_identity,
+)
 from flow_grpo.data.mixing import split_held_out, warn_duplicates
 from flow_grpo.data.rows import (
     NO_COLUMN,
@@ -59,7 +66,7 @@ from flow_grpo.images import ImageSource
 
 QUESTION_SUFFIXES = (".jsonl", ".json", ".parquet")
 CHAT_COLUMN = "message"
-QUESTION_COLUMNS = (CHAT_COLUMN, "question", "problem")  # in order of precedence
+QUESTION_COLUMNS = (CHAT_COLUMN, "question", "problem", "prompt")  # in order of precedence
 VIDEO_COLUMNS = ("videos", "video")
 MAX_QUESTION = 500_000  # characters; about 128k tokens
 LIKE_QUESTION = ("is named like a question", "use it with --config.input_key={name}")
@@ -98,7 +105,8 @@ class Question:
     @cached_property
     def identity(self) -> tuple[str, ...]:
         """Key that questions with the same text, images and videos share."""
-        return row_identity(self.text, self.shown)
+        turns = (*(turn.text for turn in self.history), self.text)
+        return row_identity("\n".join(turns), self.shown)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,10 @@ class QuestionLayout(RowLayout[Question]):
         text: The question, or a chat that ends with it; "" for the first of `QUESTION_COLUMNS`.
         answer: The ground truth, possibly a key within a column; "" if there is none.
         video: Column of the videos; "" for the first of `VIDEO_COLUMNS`, "none" to ignore videos.
+        image_dir: Directory that relative paths of images and videos start from; "" for that of
+            the file.
+        image_cache: Directory to which images inside data files are written, so that they are not
+            kept in memory; "" keeps them.
     """
 
     noun: ClassVar[str] = "question"
@@ -133,6 +145,12 @@ class QuestionLayout(RowLayout[Question]):
 
     answer: str = "answer"
     video: str = ""
+    image_dir: str = ""
+    image_cache: str = ""
+
+    def media_folder(self, folder: Path) -> Path:
+        """Return the directory that relative paths of a file in `folder` start from."""
+        return Path(self.image_dir) if self.image_dir else folder
 
     @property
     def videos(self) -> tuple[str, ...]:
@@ -157,23 +175,29 @@ class QuestionLayout(RowLayout[Question]):
         image_column, video_column, images, videos = self.find_media(row, where)
         chat = Chat([Turn(USER, row[name])])
         if name == CHAT_COLUMN or is_conversation(row[name]):
-            chat = parse_chat(row[name], f'{where}: "{name}"', single_turn=True)
+            chat = parse_chat(row[name], f'{where}: "{name}"')
+            chat.check_is_prompt(
+                f'{where}: "{name}"', "remove the last turn, or train on it with train.loss=sft"
+            )
         chat.add_columns(images, videos, f'{where}: "{name}"')
+        chat.show_media_first()
         text = chat.turns[-1].text
-        check_text(text, name, where, MAX_QUESTION)
+        for turn in chat.turns:
+            check_text(turn.text, name, where, MAX_QUESTION)
         check_text(chat.system, name, where, MAX_QUESTION, allow_blank=True)
         used = {name, self.answer, self.answer.partition(".")[0], image_column, video_column}
-        if name == CHAT_COLUMN and not self.text:
+        if name == CHAT_COLUMN:
             used.add("question")  # LMM-R1's files repeat the text of the chat there
         self.reject_unused(row, used, where)
-        images, videos = resolve_media(chat, row, text, folder, where)
+        shown = "".join(turn.text for turn in chat.turns)
+        images, videos = resolve_media(chat, row, shown, self.media_folder(folder), where)
+        images = cache_images(images, self.image_cache)
         answer = _parse_answer(row, self.answer, where) if self.answer else ""
-        left_out = {*self.images, *self.videos}
-        if name == CHAT_COLUMN:
-            left_out.add(CHAT_COLUMN)
+        left_out = {name, *self.images, *self.videos}
         rest = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
         metadata = {**to_jsonable(rest), "question": text, "answer": answer}
-        return Question(text, images, answer, metadata, where, chat.system, videos)
+        history = tuple(chat.turns[:-1])
+        return Question(text, images, answer, metadata, where, chat.system, videos, history)
 
     def find_media(
         self, row: Row, where: str

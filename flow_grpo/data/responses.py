@@ -34,7 +34,7 @@ from flow_grpo.data.chats import (
     parse_chat,
 )
 from flow_grpo.data.columns import is_conversation, is_empty
-from flow_grpo.data.images import first_nonempty_column
+from flow_grpo.data.images import cache_images, first_nonempty_column
 from flow_grpo.data.questions import (
     CHAT_COLUMN,
     MAX_QUESTION,
@@ -76,7 +76,8 @@ class ResponseLayout(QuestionLayout):
 
     Args:
         response: Column of the response; "" for the first of `RESPONSE_COLUMNS`.
-        kind: What training reads.
+        kind: What training needs of a row.
+        all_turns: Whether every assistant turn of a demonstration is a response.
     """
 
     noun: ClassVar[str] = "response"
@@ -84,6 +85,7 @@ class ResponseLayout(QuestionLayout):
 
     response: str = ""
     kind: ResponseKind = "demonstrations"
+    all_turns: bool = False
 
     def parse(self, row: Row, folder: Path, where: str) -> GivenResponse:
         """Convert a row to a given response; see `RowLayout.parse`."""
@@ -121,9 +123,12 @@ class ResponseLayout(QuestionLayout):
         text = _check_prompt(prompt, name or CHOSEN, where)
         self.reject_unused(row, used, where)
         prompt.add_columns(images, videos, where)
-        _show_media_first(prompt)
+        prompt.show_media_first()
         shown = "".join(turn.text for turn in prompt.turns)
-        image_sources, video_sources = resolve_media(prompt, row, shown, folder, where)
+        image_sources, video_sources = resolve_media(
+            prompt, row, shown, self.media_folder(folder), where
+        )
+        image_sources = cache_images(image_sources, self.image_cache)
         answer = row.get(self.answer, "") if self.answer else ""
         answer = str(answer) if isinstance(answer, str | int | float) else ""
         return GivenResponse(
@@ -184,6 +189,8 @@ def load_responses(source: str, layout: ResponseLayout) -> list[GivenResponse]:
     the liked responses; how many others there were is logged.
     """
     rows = load_split(source, "train", layout)
+    if layout.all_turns:
+        rows = [each for row in rows for each in split_turns(row)]
     kept = [each for row in rows for each in _convert(row, layout.kind)]
     if left_out := len(rows) - len(kept):
         logger.info("%s: leaving out %d disliked of %d responses", source, left_out, len(rows))
@@ -192,6 +199,36 @@ def load_responses(source: str, layout: ResponseLayout) -> list[GivenResponse]:
             f"has no liked response among its {len(rows)} rows", field="dataset", value=source
         )
     return kept
+
+
+def split_turns(row: GivenResponse) -> Iterator[GivenResponse]:
+    """Yield a demonstration for each assistant turn of a conversation, the last one at the end.
+
+    Its prompt consists of the turns before it. The sum of their losses is the loss of the whole
+    conversation with all other turns masked out.
+    """
+    turns = [*row.history, Turn(USER, row.text)]
+    for number, turn in enumerate(turns):
+        if turn.role != ASSISTANT:
+            continue
+        *before, last = turns[:number]
+        if last.role != USER or not turn.text.strip():
+            raise UserError(
+                "has an assistant turn that is empty or does not follow a user turn",
+                field=row.where,
+                hint="remove it, or set --config.response_turns=last",
+            )
+        shown = "".join(each.text for each in turns[:number])
+        yield replace(
+            row,
+            text=last.text,
+            history=tuple(before),
+            images=row.images[: shown.count(IMAGE_PLACEHOLDER)],
+            videos=row.videos[: shown.count(VIDEO_PLACEHOLDER)],
+            response=turn.text,
+            metadata={**row.metadata, "question": last.text},
+        )
+    yield row
 
 
 def _convert(row: GivenResponse, kind: ResponseKind) -> Iterator[GivenResponse]:
@@ -308,26 +345,8 @@ def _check_prompt(prompt: Chat, name: str, where: str) -> str:
             field=where,
             hint="add one, or set --config.input_key",
         )
-    if prompt.turns[0].role != USER or prompt.turns[-1].role != USER:
-        roles = ", ".join(turn.role for turn in prompt.turns)
-        raise UserError(
-            f"has a prompt with the turns {roles}, but it must start and end with a user turn",
-            field=where,
-        )
+    prompt.check_is_prompt(where)
     for turn in prompt.turns:
         check_text(turn.text, name, where, MAX_QUESTION)
     check_text(prompt.system, name, where, MAX_QUESTION, allow_blank=True)
     return prompt.turns[-1].text
-
-
-def _show_media_first(prompt: Chat) -> None:
-    """Write placeholders into the first of several turns, if there are none."""
-    if len(prompt.turns) == 1:
-        return
-    for placeholder, count in (
-        (IMAGE_PLACEHOLDER, len(prompt.images)),
-        (VIDEO_PLACEHOLDER, len(prompt.videos)),
-    ):
-        if not any(placeholder in turn.text for turn in prompt.turns):
-            first = prompt.turns[0]
-            prompt.turns[0] = first._replace(text=placeholder * count + first.text)

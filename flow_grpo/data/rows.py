@@ -14,7 +14,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ Row = dict[str, Any]
 Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
+PARQUET_ROWS = 64  # rows of a parquet file that are read at a time
 INSTALL_HINT = "pip install -e '.[data]'"
 PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
@@ -227,14 +228,31 @@ def _csv_records(text: str, delimiter: str, path: Path) -> Iterator[tuple[str, l
 
 
 def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
-    """Yield (position, row) of a parquet file, with images as bytes."""
+    """Yield (position, row) of a parquet file, with images as bytes; read it in small batches."""
     parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
+    number = 0
+    with _parquet_errors(path):
+        file = parquet.ParquetFile(path)
+        names = select_columns(file.schema_arrow, layout, str(path))
+        batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=names)
+    while True:
+        with _parquet_errors(path):
+            batch = next(batches, None)
+            rows = [] if batch is None else batch.to_pylist()
+        if batch is None:
+            return
+        for row in rows:
+            number += 1
+            yield f"{path} row {number}", layout.from_arrow(row)
+
+
+@contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Turn pyarrow's errors, which are ValueErrors, into a UserError."""
     try:
-        names = select_columns(parquet.read_schema(path), layout, str(path))
-        rows = list(table_rows(parquet.read_table(path, columns=names), layout, str(path)))
-    except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
+        yield
+    except (ValueError, OSError) as error:
         raise UserError(f"is not a valid parquet file: {first_line(error)}", field=path) from error
-    yield from rows
 
 
 def select_columns(schema: "pyarrow.Schema", layout: RowLayout, where: str) -> list[str] | None:

@@ -37,7 +37,7 @@ from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
-from flow_grpo.training.distributed import compile_obstacle, get_context_size, is_sharded
+from flow_grpo.training.distributed import compile_obstacle, get_context_size, is_fsdp2, is_sharded
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
@@ -106,7 +106,7 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     for name in ("train_guidance", "kl_guidance", "teacher_guidance"):
         names.append(f"{config.algorithm}.{name}")
     guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
-    alternates = not is_sharded(accelerator)
+    alternates = not is_sharded(accelerator) or is_fsdp2(accelerator)
     check_model(model, image_size(config), guidance, fewest_steps, alternates=alternates)
     check_sizes(config, model)
     check_guidance_gradient(config, find_adapter(model))

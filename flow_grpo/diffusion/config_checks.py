@@ -490,7 +490,7 @@ def _ineffective_settings(
         yield ("sample.solver",), "noise on all steps but the last"
     if algorithm.overrides_credit:
         yield ("sample.global_std",), f"{method}, which computes its own credit"
-    elif advantage not in ("grpo", "pairwise"):
+    elif advantage not in ("grpo", "grpo_passk", "pairwise"):
         yield ("sample.global_std",), f"train.advantage={advantage!r}"
     if not algorithm.needs_reference:
         yield (f"{name}.kl_type", f"{name}.kl_guidance"), "a KL weight of 0"

@@ -194,8 +194,8 @@ class DiffusionTrainConfig(shared.TrainFields):
     advantage: str = setting(
         "grpo",
         'Advantage estimator: "grpo", "dr_grpo" (no division by the standard deviation), "rloo", '
-        '"reinforce_pp", "remax" (baseline: a deterministic sample), "gdpo" or "pairwise" (win '
-        "rate within the group).",
+        '"reinforce_pp", "remax" (baseline: a deterministic sample), "gdpo", "grpo_passk" (only '
+        'the best sample, for pass@k) or "pairwise" (win rate within the group).',
         choices=ESTIMATORS,
     )
     keep_best_worst: int = setting(

@@ -179,6 +179,8 @@ class Denoiser:
                 pass through the weights.
         """
         latents = latents.to(dtype=latent_dtype(self.transformer))
+        sigma = self.dynamics.schedule.sigmas[0]
+        latents = self.adapter.start_latents(latents, conditioning, sigma)
         noise = step_noise(generators, len(steps), latents) if steps else None
         window_latents, log_probs, means = [], [], []
         path = [latents]

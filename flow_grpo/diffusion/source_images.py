@@ -38,6 +38,13 @@ def check_source_images(
         accelerator: Divides the images among the processes.
     """
     for prompt in prompts if family else ():
+        if family.source_is_video and len(prompt.images) != size.frames:
+            raise UserError(
+                f"has {len(prompt.images)} images, but {model} needs the {size.frames} frames of a "
+                "source video",
+                field=prompt.where,
+                hint='list the files of its frames as "images", as many as frames',
+            )
         check_image_count(prompt, model, family.num_source_images)
         if not family.masks_source_images and len(prompt.images) != len(prompts[0].images):
             raise UserError(

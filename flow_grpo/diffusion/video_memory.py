@@ -1,4 +1,4 @@
-"""Tokens and computed memory of a process for long videos, for `flow-grpo plan`; no torch.
+"""Compute tokens and memory of a process for long videos, for `flow-grpo plan`, without torch.
 
 With LoRA in bf16 and activation checkpointing, a trained step of T tokens (both halves of guidance
 included) needs
@@ -7,11 +7,12 @@ included) needs
 
 for P frozen and R trained parameters: in float32, the latter have gradients, two moments of Adam
 and possibly a moving average. L blocks keep their input of width D for the backward pass, and one
-of them at a time is recomputed, with a MLP of width M. Context parallelism divides T.
+of them at a time is recomputed, with an MLP of width M. Context parallelism divides T.
 
 a and b are fitted to the measured peaks of Wan 2.1 (docs/benchmarks/models_h200.jsonl and
-models_memory_h200.jsonl), which the formula reproduces to 5 %. Encoders, VAE and rewards are left
-out: with `offload_idle`, encoders and VAE have the GPU for themselves.
+models_memory_h200.jsonl), which the formula reproduces to 5 %. Compiled models need less for
+longer videos. Encoders, VAE and rewards are not included: with `offload_idle`, encoders and VAE
+are not on the GPU during training.
 """
 
 from collections.abc import Mapping
@@ -34,8 +35,8 @@ class VideoModel:
     width: int
     mlp: int
     heads: int
-    side: int = 16  # of the square of pixels that a token covers
-    frames: int = 4  # per token, after the first frame
+    side: int = 16  # pixels per side of the square that a token covers
+    frames: int = 4  # frames per token, after the first frame
     splits: bool = True  # supports `sample.context_parallel`
 
 

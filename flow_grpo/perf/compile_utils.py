@@ -28,15 +28,22 @@ def missing_compile_dependency() -> str:
     return "" if header.is_file() else f"{header} (python3-dev)"
 
 
-@cache
-def compile_or_eager(function: Callable) -> Callable:
-    """Return a compiled version of a small function, for tensors of any size.
+def compile_or_eager(
+    function: Callable, *, dynamic: bool | None = True, fullgraph: bool = False
+) -> Callable:
+    """Compile a function, or return it unchanged if something that the compiler needs is missing.
 
-    If compilation fails at a call, it logs a warning and is replaced by the function itself.
+    If compilation fails at a call, a warning is logged and the original function is used.
+
+    Args:
+        function: The function.
+        dynamic: Whether one version serves tensors of any size; None: only in those dimensions
+            that turn out to vary.
+        fullgraph: Whether compilation fails where a part cannot be compiled.
     """
     if missing_compile_dependency():
         return function
-    chosen = torch.compile(function, dynamic=True)
+    chosen = torch.compile(function, dynamic=dynamic, fullgraph=fullgraph)
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -45,12 +52,18 @@ def compile_or_eager(function: Callable) -> Callable:
         try:
             return chosen(*args, **options)
         except compiler_errors() as error:
+            if chosen is function:
+                raise
             logger.warning(
                 "%s could not be compiled and will be slower: %s",
-                function.__name__,
+                function.__qualname__,
                 first_line(error),
             )
             chosen = function
             return function(*args, **options)
 
     return call
+
+
+# For functions that are looked up again in every step.
+compile_once = cache(compile_or_eager)

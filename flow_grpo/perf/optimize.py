@@ -1,18 +1,17 @@
 """Optimisations of a diffusion model, applied in order by `apply_optimizations`."""
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flow_grpo.errors import first_line
+from flow_grpo.perf.compile_utils import compile_or_eager
 from flow_grpo.perf.cuda_graphs import CudaGraphForward
 from flow_grpo.perf.gelu import replace_gelu
-from flow_grpo.perf.inductor import compiler_errors, configure_inductor
+from flow_grpo.perf.inductor import configure_inductor
 from flow_grpo.perf.library_patches import make_attention_gradients_contiguous
 from flow_grpo.perf.lora import fold_lora, is_plain_lora
 from flow_grpo.perf.shared_projection import SharedProjection
@@ -79,27 +78,9 @@ def compile_block(block: nn.Module) -> None:
     it shards them (`parallelize_llama` in torchtitan/models/llama3/infra/parallelize.py).
     """
     if block._forward_pre_hooks or block._forward_hooks:
-        block.forward = _compile_method(block.forward)
+        block.forward = compile_or_eager(block.forward, dynamic=False, fullgraph=True)
     else:
         block.compile(fullgraph=True, dynamic=False)
-
-
-def _compile_method(method: Callable) -> Callable:
-    """Return a compiled method; if compilation fails, it logs a warning and runs in eager mode."""
-    chosen = torch.compile(method, fullgraph=True, dynamic=False)
-
-    def forward(*args: Any, **options: Any) -> Any:
-        nonlocal chosen
-        try:
-            return chosen(*args, **options)
-        except compiler_errors() as error:
-            if chosen is method:
-                raise
-            logger.warning("a block could not be compiled and is slower: %s", first_line(error))
-            chosen = method
-            return method(*args, **options)
-
-    return forward
 
 
 class SharedInputLoraLinear(lora.Linear):

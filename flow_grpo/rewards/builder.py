@@ -8,6 +8,7 @@ from typing import Any
 from flow_grpo.errors import UserError, did_you_mean
 from flow_grpo.rewards.config_checks import check_reward_names, check_weights
 from flow_grpo.rewards.custom import import_scorer
+from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
 from flow_grpo.rewards.protocol import GET_REWARD, Scorer, as_scorer, constructor_parameters
@@ -33,7 +34,8 @@ def build_reward(
         weights: Weight of each reward; rewards of weight 0 are only logged.
         device: Passed to reward classes that have a `device` parameter.
         custom: Further rewards by name, as "package.module:attribute": a scorer or scorer class.
-        servers: URLs, separated by commas, of the reward servers of rewards scored remotely.
+        servers: URLs, separated by commas, of the reward servers of rewards scored remotely, or
+            "env:NAME" for an isolated environment of rewards/environments.
         options: Keyword arguments by name for rewards that are classes. Every reward also has the
             option `frames`, the frames of a video that it scores.
         policy: Retries and timeout. A class with a `policy` parameter handles its failures itself.
@@ -100,6 +102,8 @@ def build_scorers(
     for name in servers.keys() & {*OWN_CLIENTS} - {*custom}:
         options[name] = {"url": servers.pop(name), **options.get(name, {})}
     for name, urls in servers.items():
+        if is_environment(urls):  # a server that is started with these options
+            continue
         allowed = {"template"} if speaks_get_reward(urls) else set()
         if options.get(name, {}).keys() - allowed:
             raise UserError(
@@ -114,6 +118,17 @@ def build_scorers(
 
     def build(name: str) -> Scorer:
         """Build the scorer `name`; a UserError names its full config field."""
+        if name in servers and is_environment(servers[name]):
+            from flow_grpo.rewards.workers.environment import EnvironmentScorer
+
+            return EnvironmentScorer(
+                name,
+                require_environment(servers[name], name),
+                options=options.get(name, {}),
+                device=device,
+                policy=policy,
+                frames=rules.get(name),
+            )
         if name in servers:
             return _build_remote(
                 name, servers[name], policy, rules.get(name), options.get(name, {})

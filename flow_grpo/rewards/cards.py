@@ -1,8 +1,7 @@
 """Cards of the built-in rewards: what each scores, its model, licence, size and speed.
 
 `cards.toml` is the only place that states them. `flow-grpo rewards` and the tables of the
-documentation are generated from it, and `flow-grpo rewards check` reads which example pairs a
-reward is checked on.
+documentation are generated from it, and it selects the example pairs of `flow-grpo rewards check`.
 """
 
 import re
@@ -71,7 +70,7 @@ def reward_cards() -> dict[str, RewardCard]:
     """Return the cards by name, in the order of the file.
 
     Raises:
-        ValueError: A card has an unknown or lacks a required field.
+        ValueError: A card has an unknown field or lacks a required one.
     """
     known = {each.name for each in fields(RewardCard)}
     cards = {}

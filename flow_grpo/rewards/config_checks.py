@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flow_grpo.config.custom import check_file_exists
 from flow_grpo.errors import UserError, did_you_mean
+from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def check_reward_fields(settings: "RewardFields") -> None:
                 value=urls,
                 hint="use '' for none",
             )
+        if is_environment(urls) and name in names:
+            require_environment(urls, name)
     servers = [name for name, urls in settings.reward_servers.items() if urls]
     check_reward_names(names, settings.reward_options, settings.custom_rewards, servers)
 

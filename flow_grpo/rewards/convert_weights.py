@@ -1,22 +1,23 @@
 """Convert weights in a pickle file to safetensors, without executing code of the file.
 
-    python -m flow_grpo.rewards.convert_weights model.pth model.safetensors
+    flow-grpo rewards convert model.pth model.safetensors
 
 `torch.load(weights_only=True)` unpickles tensors and plain containers only; a file that needs more
 is rejected. Names and values are unchanged. The SHA-256 of the original is stored in the metadata
 of the result, so that its origin can be verified.
 """
 
-import argparse
 import hashlib
+import os
 import uuid
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flow_grpo.atomic_io import fsync_path
-from flow_grpo.errors import UserError, did_you_mean_file
+from flow_grpo.atomic_io import check_output_folder, fsync_path
+from flow_grpo.errors import UserError, did_you_mean_file, first_line
 from flow_grpo.rewards.loading import Weights, explain_load_errors, load_weights_file
 
 KIND = "a file of weights"
@@ -34,16 +35,19 @@ def convert_weights(source: Path, target: Path, sha256: str = "") -> tuple[str, 
         SHA-256 of the source and of the target.
 
     Raises:
-        UserError: If the source is invalid or has another checksum, or the target exists.
+        UserError: If the source is invalid or has another checksum, or the target exists or cannot
+            be written.
     """
-    if not source.is_file():
+    if not os.path.isfile(source):  # also False if its folder cannot be searched
         raise UserError(
             "is not a file", field="source", value=str(source), hint=did_you_mean_file(source)
         )
+    check_output_folder(target.parent, "target", target)
     if target.suffix != ".safetensors" or target.exists():
         rule = "already exists" if target.exists() else "must end in .safetensors"
         raise UserError(rule, field="target", value=str(target), hint="choose another name")
-    found = file_sha256(source)
+    with explain_load_errors("source", str(source), KIND):
+        found = file_sha256(source)
     if sha256 and found != sha256.lower():
         raise UserError(
             f"has the SHA-256 {found} instead of {sha256}",
@@ -62,6 +66,9 @@ def convert_weights(source: Path, target: Path, sha256: str = "") -> tuple[str, 
         save_file(copies, partial, metadata={"source_sha256": found})
         fsync_path(partial)
         partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        rule = f"cannot be written: {first_line(error)}"
+        raise UserError(rule, field="target", value=str(target)) from error
     finally:
         partial.unlink(missing_ok=True)
     return found, file_sha256(target)
@@ -81,22 +88,3 @@ def _check_tensors(weights: Weights) -> Weights:
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is not a tensor")
     return weights
-
-
-def main() -> None:
-    """Convert the file named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="file with weights that torch.save wrote")
-    parser.add_argument("target", type=Path, help="new .safetensors file")
-    parser.add_argument("--sha256", default="", help="expected SHA-256 of the source")
-    args = parser.parse_args()
-    try:
-        digests = convert_weights(args.source, args.target, args.sha256)
-    except UserError as error:
-        parser.error(str(error))
-    for path, digest in zip((args.source, args.target), digests, strict=True):
-        print(f"{digest}  {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Three pairs of a good and a bad sample for each kind of reward, drawn by code.
+"""Three pairs of a good and a bad sample for each kind of reward, generated in code.
 
 They show within a minute whether a reward is wired correctly: the model is loaded, the template and
 the preprocessing are right, and better samples get higher scores. They do not measure how good a
@@ -32,10 +32,10 @@ class ExamplePair:
     Args:
         prompt: Prompt, question or instruction.
         good: The image, video or response that should get the higher score.
-        bad: The other one.
+        bad: The one that should get the lower score.
         metadata: Metadata of both.
         good_metadata: Further metadata of the good sample, such as its sound.
-        bad_metadata: Those of the bad sample.
+        bad_metadata: Further metadata of the bad sample.
     """
 
     prompt: str
@@ -59,7 +59,7 @@ def draw_shape(
     onto: Image.Image | None = None,
     side: int = SIDE,
 ) -> Image.Image:
-    """Draw a circle, square, triangle or stop sign of 0.4 of the side, at `center` (fractions)."""
+    """Draw a circle, square, triangle or stop sign at `center`; its size is 0.4 of the side."""
     image = onto.copy() if onto else Image.new("RGB", (side, side), background)
     x, y = (round(c * image.width) for c in center)
     radius = round(0.2 * image.width)
@@ -77,7 +77,7 @@ def draw_shape(
         font = ImageFont.load_default(round(0.6 * radius))
         draw.text((x, y), "STOP", "white", font, anchor="mm")
     else:
-        raise ValueError(f"{shape!r} is not drawn")
+        raise ValueError(f"unknown shape {shape!r}")
     return image
 
 
@@ -160,7 +160,7 @@ def sign_pairs() -> list[ExamplePair]:
 
 
 def object_pairs(shape: str) -> list[ExamplePair]:
-    """Return images with one, two and a placed object against images that lack it.
+    """Return images with one, two and red objects against images with fewer or of another color.
 
     Args:
         shape: "stop sign", which detectors of COCO's classes know, or another shape.
@@ -270,7 +270,7 @@ def video_pairs() -> list[ExamplePair]:
 
 
 def moving_shape_pairs() -> list[ExamplePair]:
-    """Return shapes that move as asked against shapes that move the other way."""
+    """Return shapes that move as requested against shapes that move the other way."""
     pairs = []
     for beeps, (shape, color, _) in enumerate(SCENES, 1):
         row = {"shape": shape, "color": color, "direction": "right", "beeps": beeps}
@@ -337,7 +337,7 @@ def sound_pairs() -> list[ExamplePair]:
 
 
 def sync_pairs() -> list[ExamplePair]:
-    """Return a sound that starts when a shape jumps, at 24 frames per second, against one later."""
+    """Return sounds that start when a shape jumps, at 24 frames per second, against later ones."""
     pairs = []
     for jump, late in ((3, 8), (5, 9), (7, 11)):
         path = [(0.3, 0.5)] * jump + [(0.7, 0.5)] * (FRAMES - jump)

@@ -4,6 +4,7 @@ Every failure becomes a `UserError` that names the option.
 """
 
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,27 @@ LOAD_ERRORS = (
 )
 
 
+# Torch's errors name its reader of zip files if a file is damaged, and globals that it rejects.
+TORCH_READER = "PytorchStreamReader"
+REJECTED_GLOBAL = re.compile(r"(?:GLOBAL|function) ([\w.]+)")
+
+
+def _pickle_error(error: pickle.UnpicklingError, option: str, source: str) -> UserError:
+    """Return the error for a pickle with objects other than tensors, or a damaged one.
+
+    Torch's own message is not used, because it advises executing the code.
+    """
+    named = REJECTED_GLOBAL.search(str(error))
+    what = f" ({named[1]})" if named else ""
+    return UserError(
+        f"is a damaged pickle, or contains Python objects other than tensors{what}, whose code is "
+        "not executed",
+        field=option,
+        value=source,
+        hint="use the authors' .safetensors files, or a state dict of tensors only",
+    )
+
+
 @contextmanager
 def explain_load_errors(
     option: str, source: str, kind: str, known: Iterable[str] = ()
@@ -74,6 +96,10 @@ def explain_load_errors(
                 value=source,
                 hint=f"use {kind} that transformers can load without remote code",
             ) from error
+        if isinstance(error, pickle.UnpicklingError):
+            raise _pickle_error(error, option, source) from error
+        if TORCH_READER in str(error):
+            reason = "the file is incomplete or damaged"
         if Path(source).exists():
             raise UserError(
                 f"cannot be loaded as {kind} ({reason})",
@@ -89,6 +115,25 @@ def explain_load_errors(
             field=option,
             value=source,
             hint=f"without a network, pass the path of a copy as {option}",
+        ) from error
+
+
+@contextmanager
+def explain_template_errors(option: str, source: str) -> Iterator[None]:
+    """Context manager that turns any exception of a chat template into a `UserError`.
+
+    Args:
+        option: Name of the option that names the model.
+        source: Its value.
+    """
+    try:
+        yield
+    except Exception as error:  # a template is a program and can raise anything
+        raise UserError(
+            f"has a chat template that fails ({type(error).__name__}: {first_line(error)})",
+            field=option,
+            value=source,
+            hint="use the files that the model's authors published",
         ) from error
 
 

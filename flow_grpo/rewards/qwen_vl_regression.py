@@ -1,4 +1,4 @@
-"""Base of rewards that regress scores from the hidden states of a Qwen-VL.
+"""Base class of rewards that regress scores from the hidden states of a Qwen-VL model.
 
 HPSv3, VideoAlign and EditReward add special tokens to the vocabulary of Qwen2-VL or Qwen2.5-VL, and
 a head in float32 maps the last hidden state at such a token of the prompt to scores. Two properties
@@ -35,6 +35,7 @@ from flow_grpo.rewards.frozen_model import SCORE, FrozenModel, Values, finite_or
 from flow_grpo.rewards.loading import (
     Weights,
     explain_load_errors,
+    explain_template_errors,
     find_file,
     load_chat_template,
     load_config,
@@ -49,11 +50,11 @@ from flow_grpo.weight_checks import check_finite
 BACKBONES = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 TEMPLATES = Path(__file__).parent / "scorers/published"
-PROMPT = "{text_prompt}"  # is replaced in a template
+PROMPT = "{text_prompt}"  # placeholder in a template
 
 
 class RegressionNetwork(nn.Module):
-    """A Qwen-VL without its LM head, and a regression head."""
+    """Qwen-VL model with a regression head instead of its LM head."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -86,11 +87,11 @@ class RegressionNetwork(nn.Module):
 
 @dataclass(kw_only=True, eq=False)
 class QwenVlRegression(FrozenModel, Scorer):
-    """Base of rewards with a regression head on a Qwen-VL.
+    """Base class of rewards with a regression head on a Qwen-VL model.
 
     Attributes:
         checkpoint: What is loaded, with its article, for messages.
-        files: Names of the file with the weights, in the order of preference.
+        files: Names of the file with the weights, in order of preference.
         visual_kind: "image" or "video".
         reward_tokens: Special tokens added to the vocabulary, in the order of the prompt.
     """
@@ -170,7 +171,9 @@ class QwenVlRegression(FrozenModel, Scorer):
         tokenizer = load_tokenizer(self.processor, tokens=tokens, extra=extra, **option)
         if not tokenizer.chat_template:
             tokenizer.chat_template = load_chat_template(self.processor, **option)
-        if self._render(tokenizer, "", 1).count(PLACEHOLDERS[self.visual_kind]) != 1:
+        with explain_template_errors("processor", self.processor):
+            rendered = self._render(tokenizer, "", 1)
+        if rendered.count(PLACEHOLDERS[self.visual_kind]) != 1:
             raise UserError(
                 f"has a chat template without {self.visual_kind}s",
                 field="processor",

@@ -1,4 +1,4 @@
-"""Prepare images and videos for the vision tower of a Qwen-VL.
+"""Prepare images and videos for the vision tower of a Qwen-VL model.
 
 Frames are resized to a whole number of tokens, normalized, and cut into patches. A token covers
 `merge` x `merge` patches of `temporal` frames; an image is a video of identical frames. The layout
@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-# Of Qwen-VL's image processor; the same as CLIP's.
+# Mean and standard deviation of Qwen-VL's image processor, the same as CLIP's.
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 

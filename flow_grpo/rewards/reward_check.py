@@ -72,41 +72,44 @@ def check_reward(
         name: Name of the reward.
         options: Its options.
         device: Device of a model.
-        server: URL of a reward server that scores it instead.
+        server: URL of a reward server that computes it instead.
 
     Raises:
-        UserError: The reward cannot be loaded, or people give its scores.
+        UserError: The reward cannot be loaded, or its scores are votes of people.
     """
     card = get_card(name)
     pairs = example_pairs(card.pairs, options)
     if not pairs:
         raise UserError(
-            "has no example pairs, because people give its scores",
+            "has no example pairs, because its scores are votes of people",
             field=f"reward {name!r}",
             hint="flow-grpo vote shows its page",
         )
     start = time.perf_counter()
-    scorer = build_scorers(
-        [name],
-        device=device,
-        options={name: options} if options else {},
-        servers={name: server},
-        policy=POLICY,
-    )[name]
+    scorer = None
     try:
+        scorer = build_scorers(
+            [name],
+            device=device,
+            options={name: options} if options else {},
+            servers={name: server},
+            policy=POLICY,
+        )[name]
         scorer.check_servers()
         loaded = time.perf_counter()
         scored = score_pairs(scorer, pairs)
         return CheckResult(name, scored, loaded - start, time.perf_counter() - loaded)
     except UserError:
         raise
-    except Exception as error:  # of a library, on the samples of this check
+    except Exception as error:  # of a library, while loading or on the samples of this check
+        step = "cannot be loaded" if scorer is None else "fails on the example pairs"
         raise UserError(
-            f"fails on the example pairs: {type(error).__name__}: {first_line(error)}",
+            f"{step}: {type(error).__name__}: {first_line(error)}",
             field=f"reward {name!r}",
         ) from error
     finally:
-        scorer.close()
+        if scorer is not None:
+            scorer.close()
 
 
 def score_pairs(scorer: Scorer, pairs: list[ExamplePair]) -> list[ScoredPair]:

@@ -119,6 +119,7 @@ def fits(line: Line, config: Any) -> bool:
         options = {
             "--full": not config.use_lora,
             CHECKPOINTING: config.train.gradient_checkpointing,
+            "--compile": config.compile,
             "--flex": config.flex_attention,
             "--lengths": False,  # of sampling only
             "benchmark_trl": False,  # another trainer

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flow_grpo.errors import first_line
-from flow_grpo.perf.compile_utils import compile_or_eager
+from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
 
@@ -110,7 +110,8 @@ def run_flex_attention(
     """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    attend = _compiled_flex_attention() if kind == "cuda" else flex_attention
+    compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
+    attend = _compiled_flex_attention() if compiled else flex_attention
     query, key, value = (x.to(dtype) for x in (query, key, value))
     return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
@@ -156,20 +157,28 @@ def _packed_attention(
 def _single_query_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention of one query per row, (rows, heads, 1, head_dim).
+    """Compute attention of one query per row in the form that transformers expects."""
+    out = attend_single_query(query, key, value, mask, settings["scaling"])
+    return out[:, None], None
+
+
+def attend_single_query(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Return attention, (rows, heads, D), of one query per row, (rows, heads, 1, D).
 
     Grouped-query attention either uses cuDNN, or treats the heads of a group as several queries of
     one head. Both read keys once instead of repeating them per head.
     """
     rows, heads, _, width = query.shape
-    scale, attend = settings["scaling"], functional.scaled_dot_product_attention
+    attend = functional.scaled_dot_product_attention
     if _can_use_cudnn_gqa(query, key, value, mask):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = attend(query, key, value, mask, scale=scale, enable_gqa=True)
     else:
         grouped = query.view(rows, key.shape[1], -1, width)
         out = attend(grouped, key, value, mask.expand(-1, -1, grouped.shape[2], -1), scale=scale)
-    return out.reshape(rows, 1, heads, width), None
+    return out.reshape(rows, heads, width)
 
 
 def _can_use_cudnn_gqa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -227,7 +236,7 @@ def single_query_attention(
     try:
         config._attn_implementation = SINGLE_QUERY_ATTENTION
         for file, function in rotary.items():
-            setattr(file, ROTARY_FUNCTION, compile_or_eager(function))
+            setattr(file, ROTARY_FUNCTION, compile_once(function))
         yield
     finally:
         config._attn_implementation = original

@@ -1,5 +1,6 @@
 """Build the model, policy and rollout engine of a VLM run, for training and for evaluation."""
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,11 +14,13 @@ from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
+from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
-from flow_grpo.training.distributed import raise_on_all_ranks
+from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.vlm.attention import flex_attention_supported
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.fields import GAE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
 from flow_grpo.vlm.lora import select_lora_layers
@@ -32,6 +35,8 @@ from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import RolloutEngine, image_metadata, reward_metadata
 from flow_grpo.vlm.vllm_engine import build_vllm_engine, reject_videos
+
+logger = logging.getLogger("flow_grpo")
 
 
 def check_media(config: VlmConfig, questions: list[Question], accelerator: Accelerator) -> None:
@@ -75,6 +80,7 @@ def load_checked_processors(
         config.pretrained.revision,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
+        chat_template=read_chat_template(config.chat_template),
     )
     if image_processor is None:
         reject_images(questions, config.pretrained.model)
@@ -119,6 +125,13 @@ def build_policy(
 ) -> VlmPolicy:
     """Build the policy of a run from its model, and check its forward pass."""
     train, device = config.train, accelerator.device
+    if config.compile and is_sharded(accelerator):
+        raise UserError(
+            "does not support sharded weights",
+            field="compile",
+            value=True,
+            hint="set compile=False",
+        )
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else None
     use_flex_attention = (
         config.flex_attention
@@ -140,10 +153,22 @@ def build_policy(
         gradient_checkpointing=train.gradient_checkpointing,
         compute_dtype=dtype,
         flex_attention=use_flex_attention,
+        compiled=config.compile and _can_compile(dtype, device),
         seed=config.seed,
     )
     raise_on_all_ranks(accelerator, lambda: check_forward_parity(policy.network))
     return policy
+
+
+def _can_compile(dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Return whether decoder layers can be compiled here; otherwise log why not."""
+    if dtype is None or device.type != "cuda":
+        missing = "a GPU and mixed_precision=bf16"
+    else:
+        missing = missing_compile_dependency()
+    if missing:
+        logger.warning("compile=True has no effect: it needs %s", missing)
+    return not missing
 
 
 def build_engine(

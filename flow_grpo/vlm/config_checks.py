@@ -1,6 +1,7 @@
 """Config rules that involve several fields, checked before anything is loaded."""
 
 import logging
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -14,9 +15,10 @@ from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
-from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_nonzero_weight
+from flow_grpo.rewards import REWARDS, TEXT_REWARDS, TOTAL, check_nonzero_weight
 from flow_grpo.rewards.config_checks import check_custom_reward_files
 from flow_grpo.training.plan import check_start, count_processes
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
     BRADLEY_TERRY,
@@ -28,7 +30,7 @@ from flow_grpo.vlm.fields import (
     VLM_SPEC,
     VlmConfig,
 )
-from flow_grpo.vlm.losses import DEFAULTS, GIVEN_LOSSES, find_loss
+from flow_grpo.vlm.losses import DEFAULTS, GIVEN_LOSSES, UNCLIPPED_LOSSES, find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.reward_models.plan import (
@@ -48,6 +50,10 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     settings = VLM_SPEC.check(config)
     check_conditions(settings)
     _check_columns(settings)
+    if settings.image_dir and not os.path.isdir(settings.image_dir):
+        raise UserError("is not a directory", field="image_dir", value=settings.image_dir)
+    # the text instead of the path: exports and resumed runs do not need the file
+    settings = replace(settings, chat_template=read_chat_template(settings.chat_template))
     if settings.train.loss == BRADLEY_TERRY:
         return check_reward_model_config(settings)
     _check_unused_settings(settings)
@@ -80,6 +86,7 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=train.dual_clip,
             hint="set 0 to disable it",
         )
+    _check_filter(settings)
     if train.beta > 0 and train.kl_in == "reward" and train.advantage in PER_REWARD_ESTIMATORS:
         raise UserError(
             f"is incompatible with train.advantage={train.advantage!r}, which normalizes each "
@@ -132,9 +139,11 @@ def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
     train, loss = settings.train, find_loss(settings.train.loss)
     is_given = train.loss in GIVEN_LOSSES
     defaults = {**({} if is_given else DEFAULTS), **loss.default_settings}
+    if train.loss in UNCLIPPED_LOSSES:
+        defaults = {name: own for name, own in defaults.items() if not name.startswith("clip_")}
     unset = {name: value for name, value in defaults.items() if getattr(train, name) is None}
     train = replace(train, **unset)
-    if is_given:
+    if is_given or train.loss in UNCLIPPED_LOSSES:
         return replace(settings, train=train)
     if max(train.clip_low, train.clip_high) > loss.max_clip_range:
         options = " ".join(
@@ -193,6 +202,24 @@ def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
     return replace(settings, train=replace(train, critic_learning_rate=rate))
 
 
+def _check_filter(settings: VlmConfig) -> None:
+    """Reject a group filter by an unknown reward or with an empty range."""
+    sample = settings.sample
+    names = [*settings.reward_fn, *([ENVIRONMENT] if settings.environment else []), TOTAL]
+    if sample.filter_reward and sample.filter_reward not in names:
+        raise UserError(
+            f"is not a reward of the run; choose one of {', '.join(names)}",
+            field="sample.filter_reward",
+            value=sample.filter_reward,
+        )
+    if sample.filter_low >= sample.filter_high:
+        raise UserError(
+            f"must be below sample.filter_high={sample.filter_high:g}",
+            field="sample.filter_low",
+            value=sample.filter_low,
+        )
+
+
 def _check_environment(settings: VlmConfig) -> None:
     """Load the environment class; without one, reject the reward that needs it."""
     if settings.environment:
@@ -237,7 +264,7 @@ def _check_unused_settings(settings: VlmConfig) -> None:
     unused = []
     if train.advantage != GAE:
         unused += ["discount", "gae_decay", "value_weight", "value_clip"]
-    if train.advantage not in ("grpo", "pairwise"):
+    if train.advantage not in ("grpo", "grpo_passk", "pairwise"):
         unused.append("advantage_scale")
     for name in unused:
         if (value := getattr(train, name)) != getattr(default, name):

@@ -35,7 +35,7 @@ whose paged cache is not needed here because the maximum length is known in adva
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ from flow_grpo.perf.lora import (
 )
 from flow_grpo.perf.shared_projection import SharedProjection
 from flow_grpo.vlm.attention import rotary_modules, single_query_attention
+from flow_grpo.vlm.fused_layer import FusedDecoder
 from flow_grpo.vlm.network import PolicyModel
 
 CUMSUM_CHUNK = 128  # probabilities per partial sum: one long cumulative sum is slow on a GPU
@@ -259,19 +260,27 @@ class DecodingStep(nn.Module):
         super().__init__()
         self.network = network
         self.lora, self.weights, self.fused_projections = [], {}, []
+        self.fused_decoder: FusedDecoder | None = None
+        decoder = network.model.get_decoder()
         half = network.compute_dtype is not None
         if half:
-            self.lora = [layer for layer in lora_layers(network) if is_mergeable(layer)]
-            self.weights = dict(_inference_weights(self, network.compute_dtype))
-            decoding = set(network.model.get_decoder().modules())
+            self.fused_decoder = FusedDecoder(decoder, network.compute_dtype)
+            fused = {m for layer in self.fused_decoder.layers for m in layer.modules()}
+            self.lora = [x for x in lora_layers(network) if is_mergeable(x) and x not in fused]
+            self.weights = dict(_inference_weights(self, network.compute_dtype, fused))
+            decoding = set(decoder.modules()) - fused
             parents = [(name, m) for name, m in self.named_modules() if m in decoding]
             self.fused_projections = list(_fuse_projections(parents, self.lora, self.weights))
         fuse = half and next(network.parameters()).is_cuda
-        self.rotary = rotary_modules(network.model.get_decoder()) if fuse else {}
+        self.rotary = rotary_modules(decoder) if fuse else {}
 
     def run(self, slots: DecodingSlots, rows: int, columns: int, *, greedy: bool | None) -> None:
         """Run `forward` with the inference weights: LoRA merged, projections fused."""
-        with disable_lora(self.lora), _apply_fused_projections(self.fused_projections):
+        with (
+            disable_lora(self.lora),
+            _apply_fused_projections(self.fused_projections),
+            self.fused_decoder.applied() if self.fused_decoder else nullcontext(),
+        ):
             inputs = (slots, rows, columns, greedy)
             functional_call(self, self.weights, inputs, tie_weights=False)
 
@@ -307,10 +316,14 @@ class DecodingStep(nn.Module):
 
 
 @torch.no_grad()
-def _inference_weights(step: DecodingStep, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _inference_weights(
+    step: DecodingStep, dtype: torch.dtype, skipped: set[nn.Module]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield weights in `dtype`, with LoRA merged, that autocast would otherwise cast every step."""
     merged = {layer.base_layer.weight for layer in step.lora}
     for name, module in step.named_modules():
+        if module in skipped:
+            continue
         if module in step.lora:
             weight = merged_weight(module, module.base_layer.weight)
             yield f"{name}.base_layer.weight", cast_stochastic(weight, dtype)

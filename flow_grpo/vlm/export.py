@@ -20,6 +20,7 @@ from flow_grpo.training.export import (
     write_folder_atomically,
 )
 from flow_grpo.untrusted_files import read_json
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.fields import VLM_SPEC, VlmConfig
 from flow_grpo.vlm.lora import attach_lora, merge_lora
@@ -66,7 +67,9 @@ def export(
         merged, parts = load_reward_model(source, model, revision, config)
     else:
         merged = _load_merged_model(source, model, revision)
-        parts = [part for part in load_processors(model, revision) if part is not None]
+        template = "" if config is None else read_chat_template(config.chat_template)
+        processors = load_processors(model, revision, chat_template=template)
+        parts = [part for part in processors if part is not None]
     merged = merged.to(dtype)
     reject_nonfinite(source.weights, merged, dtype)
 
@@ -98,12 +101,16 @@ def load_reward_model(
         source: The weights; LoRA is merged.
         model: The model that the run started from.
         revision: Its revision.
-        config: Settings of the run, which limit the size of images; None if unknown.
+        config: Settings of the run, with the size of images and the chat template; None if unknown.
     """
-    pixels = (
-        {} if config is None else {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-    )
-    tokenizer, image_processor = load_processors(model, revision, **pixels)
+    options = {}
+    if config is not None:
+        options = {
+            "min_pixels": config.min_pixels,
+            "max_pixels": config.max_pixels,
+            "chat_template": read_chat_template(config.chat_template),
+        }
+    tokenizer, image_processor = load_processors(model, revision, **options)
     parts = [part for part in (tokenizer, image_processor) if part is not None]
     if not source.is_lora:
         with explain_load_errors("--checkpoint", str(source.weights), REWARD_MODEL_KIND):

@@ -20,6 +20,7 @@ from flow_grpo.vlm.losses import (
     GIVEN_LOSSES,
     KL_ESTIMATORS,
     LOSSES,
+    UNCLIPPED_LOSSES,
 )
 
 THINK_PROMPT = "{question}\nThink first, between <think> and </think>. Then give the final answer "
@@ -33,6 +34,7 @@ ROLLOUT_SETTINGS = (
         f"train.{name}"
         for name in (
             *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
+            *("mask_truncated", "kl_target", "kl_horizon"),
             *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
             *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
         )
@@ -41,6 +43,7 @@ ROLLOUT_SETTINGS = (
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # name of the reward that the environment returns
 TRANSFORMERS, VLLM, AUTO = "transformers", "vllm", "auto"  # rollout engines
+WITHOUT_CLIP = {f"train.loss={'|'.join(UNCLIPPED_LOSSES)}": "it does not clip ratios"}
 MAX_PIXELS = 2**26  # of an image, which takes 768 MiB in float32
 
 
@@ -133,6 +136,26 @@ class VlmSampleConfig:
         at_most=1000,
         excludes={"train.advantage=gae": "it has no groups without advantages"},
     )
+    filter_reward: str = setting(
+        "",
+        'With refills: also replace groups whose mean of this reward, or of "avg", is not between '
+        "filter_low and filter_high; groups that remain outside are not trained on.",
+        requires="sample.refills",
+    )
+    filter_low: float = setting(
+        0.01,
+        "Exclusive lower bound of the mean of filter_reward within a group.",
+        at_least=-(10**6),
+        at_most=10**6,
+        requires="sample.filter_reward",
+    )
+    filter_high: float = setting(
+        0.99,
+        "Exclusive upper bound of the mean of filter_reward within a group.",
+        at_least=-(10**6),
+        at_most=10**6,
+        requires="sample.filter_reward",
+    )
 
 
 @dataclass(frozen=True)
@@ -162,10 +185,11 @@ class VlmTrainConfig(shared.TrainFields):
     )
     loss: str = setting(
         "clip",
-        'Policy loss: "clip" (PPO), "gspo" (one ratio per response) or "cispo" (clipped importance '
-        'weights, unclipped gradients). "sft", "dpo", "ipo" and "kto" train on given responses '
-        'instead of a rollout; see docs/vlm/cold_start.md. "bradley_terry" trains a reward model '
-        "from pairs.",
+        'Policy loss: "clip" (PPO), "gspo" (one ratio per response), "cispo" (clipped importance '
+        'weights, unclipped gradients), "sapo" (smooth gate), "drpo" (divergence regularizer) or '
+        '"cppo" (trust region over the prefix). "sft", "dpo", "ipo" and "kto" train on given '
+        'responses instead of a rollout; see docs/vlm/cold_start.md. "bradley_terry" trains a '
+        "reward model from pairs.",
         choices=(*BUILT_IN_LOSSES, BRADLEY_TERRY),
     )
     center_scores: float = setting(
@@ -181,23 +205,69 @@ class VlmTrainConfig(shared.TrainFields):
         '4e-4 for loss="gspo".',
         at_least=0,
         at_most=1,
+        excludes=WITHOUT_CLIP,
     )
     clip_high: float | None = setting(
         None,
         "The ratio is clipped to [1 - clip_low, 1 + clip_high]; DAPO uses 0.28 here.",
         at_least=0,
+        excludes=WITHOUT_CLIP,
+    )
+    tau_positive: float = setting(
+        1.0,
+        "Temperature of the gate for positive advantages; a larger one decays faster.",
+        above=0,
+        at_most=1000,
+        requires="train.loss=sapo",
+    )
+    tau_negative: float = setting(
+        1.05,
+        "Temperature of the gate for negative advantages.",
+        above=0,
+        at_most=1000,
+        requires="train.loss=sapo",
+    )
+    drpo_epsilon: float = setting(
+        12.5,
+        "Threshold of the regularizer; a larger one regularizes less.",
+        above=0,
+        requires="train.loss=drpo",
+    )
+    cppo_delta: float = setting(
+        0.2,
+        "Maximum change of the probability of a token.",
+        above=0,
+        at_most=1,
+        requires="train.loss=cppo",
+    )
+    cppo_min_weight: float = setting(
+        0.8,
+        "Weight of the last token of a response in the accumulated change; that of the first is 1.",
+        above=0,
+        at_most=1,
+        requires="train.loss=cppo",
+    )
+    cppo_budget: float = setting(
+        0.02,
+        "Mean change of the probabilities of a prefix beyond which its tokens are not trained.",
+        at_least=0,
+        at_most=1,
+        requires="train.loss=cppo",
     )
     dual_clip: float = setting(
         0.0,
         "Ratio that bounds the loss of negative advantages (3 in most papers); 0 disables it.",
         at_least=0,
-        excludes={"train.loss=cispo": "its weights are already bounded by train.clip_high"},
+        excludes={
+            "train.loss=cispo": "its weights are already bounded by train.clip_high",
+            **WITHOUT_CLIP,
+        },
     )
     aggregation: str | None = setting(
         None,
         'Aggregation of the token losses: mean over all tokens of the update ("token"), over the '
         'tokens of a response and then over responses ("sequence"), or sum divided by a "constant" '
-        '(Dr. GRPO). Unset, "token", or "sequence" for loss="gspo".',
+        '(Dr. GRPO). Unset, "token", or "sequence" for the losses "gspo" and "sapo".',
         choices=AGGREGATIONS,
     )
     beta: float | None = setting(
@@ -224,6 +294,24 @@ class VlmTrainConfig(shared.TrainFields):
         'Add the KL to the "loss", or subtract it from the "reward" of each token.',
         choices=("loss", "reward"),
     )
+    kl_target: float = setting(
+        0.0,
+        "Adapt train.beta after every epoch so that the KL approaches this value; 0 keeps it "
+        "constant.",
+        at_least=0,
+        requires="train.beta",
+    )
+    kl_horizon: float = setting(
+        10_000.0,
+        "For kl_target: responses over which the weight changes by at most 20 %.",
+        at_least=1,
+        requires="train.kl_target",
+    )
+    mask_truncated: bool = setting(
+        False,
+        "Exclude responses truncated at sample.max_new_tokens from the loss; their rewards still "
+        "count in the advantages of the group.",
+    )
     clamp_log_ratios: bool = setting(
         True,
         "Clamp log-ratios to +-20 before exponentiation, and k3 to +-10, as EasyR1 and verl do: "
@@ -232,14 +320,14 @@ class VlmTrainConfig(shared.TrainFields):
     advantage: str = setting(
         "grpo",
         'Advantage estimator: "grpo", "dr_grpo" (no division by the standard deviation), "rloo", '
-        '"reinforce_pp", "remax" (baseline: the greedy response), "gdpo", "pairwise", or "gae" '
-        "(PPO with a value head).",
+        '"reinforce_pp", "remax" (baseline: the greedy response), "gdpo", "grpo_passk" (only the '
+        'best response, for pass@k), "pairwise", or "gae" (PPO with a value head).',
         choices=(*ESTIMATORS, GAE),
     )
     advantage_scale: str = setting(
         "group",
-        'Standard deviation that "grpo" and "pairwise" divide by: of the "group", of the "batch", '
-        'or "none".',
+        'Standard deviation that "grpo", "grpo_passk" and "pairwise" divide by: of the "group", of '
+        'the "batch", or "none".',
         choices=SCALES,
     )
     discount: float = setting(
@@ -325,6 +413,12 @@ class VlmConfig(shared.SharedFields):
         "Capture the decoding step in a CUDA graph, which avoids about a thousand kernel launches; "
         "the capture takes a second or two at the start of an epoch.",
     )
+    compile: bool = setting(
+        False,
+        "Compile the decoder layers for training (GPU, bf16, weights not sharded): an update takes "
+        "a fifth less time, and the first one about a minute more.",
+        requires={"train.gradient_checkpointing=False": "compiled layers keep their activations"},
+    )
     flex_attention: bool = setting(
         False,
         "Train with torch's flex attention (GPU, bf16), which skips pairs of packed responses that "
@@ -343,7 +437,7 @@ class VlmConfig(shared.SharedFields):
     input_key: str = setting(
         "",
         "Column of the question, or of a conversation that ends with it; empty uses message, "
-        "question or problem, whichever exists.",
+        "question, problem or prompt, whichever exists.",
     )
     image_key: str = setting(
         "",
@@ -352,6 +446,19 @@ class VlmConfig(shared.SharedFields):
     video_key: str = setting(
         "",
         'Column of the videos of a question; empty uses videos or video, "none" ignores videos.',
+    )
+    image_dir: str = setting(
+        "",
+        "Directory that relative paths of images and videos start from, also those of "
+        "eval_dataset; empty for the directory of each file.",
+    )
+    image_cache: str = setting(
+        "",
+        "Directory to which images inside data files (Parquet, data URLs) are written once, so "
+        "that datasets may be larger than the memory; empty keeps them in memory.",
+    )
+    max_samples: int = setting(
+        0, "Number of rows of each training set to use, from its start; 0 uses all.", at_least=0
     )
     answer_key: str = setting(
         "answer",
@@ -362,6 +469,13 @@ class VlmConfig(shared.SharedFields):
         "Column of the response; empty uses completion or response, or the assistant turn that "
         "ends the conversation.",
         requires=f"train.loss={'|'.join(GIVEN_LOSSES)}",
+    )
+    response_turns: str = setting(
+        "last",
+        'Assistant turns of a conversation that are trained: the "last", or "all", each with the '
+        "turns before it as its prompt.",
+        choices=("last", "all"),
+        requires="train.loss=sft",
     )
     eval_input_key: str | None = setting(
         None,
@@ -389,6 +503,11 @@ class VlmConfig(shared.SharedFields):
         at_least=0,
     )
     system_prompt: str = setting("", "System prompt of every conversation; empty for none.")
+    chat_template: str = setting(
+        "",
+        "Chat template in place of the model's: a Jinja file, or the text of the template. "
+        "Checkpoints contain it.",
+    )
     special_tokens: str = setting(
         "escape",
         "Special tokens of the tokenizer, such as <|im_end|>, in questions, observations and "

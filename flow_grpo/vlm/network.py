@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
+from flow_grpo.perf.compile_utils import compile_or_eager
+from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.attention import PACKED_ATTENTION, build_block_mask, build_dense_mask
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.packing import PADDING_SEGMENT, ModelInputs, PackedBatch, scatter_to_mask
@@ -33,6 +35,7 @@ class PolicyModel(nn.Module):
         with_value: Whether to add a value head (a zero-initialized linear layer).
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
+        compiled: Whether to compile the decoder layers.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class PolicyModel(nn.Module):
         with_value: bool = False,
         compute_dtype: torch.dtype | None = None,
         flex_attention: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -61,6 +65,9 @@ class PolicyModel(nn.Module):
         self.flex_attention = flex_attention
         if flex_attention:
             model.get_decoder().config._attn_implementation = PACKED_ATTENTION
+        self.compiled = compiled
+        if compiled:
+            compile_decoder_layers(model.get_decoder())
         self.runs_in_lockstep = False  # True if weights are sharded: ranks wait for every layer
 
     def forward(
@@ -110,8 +117,12 @@ class PolicyModel(nn.Module):
     def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
         """Call the transformers model with position ids (axes, B, S); return hidden states."""
         positions = positions if self.family.axes > 1 else positions[0]
-        with self.autocast(positions.device):
-            return self.model.model(position_ids=positions, **arguments).last_hidden_state
+        with_gradient = torch.is_grad_enabled()
+        # compiled code without gradients rounds differently: ratios would not be exactly 1
+        same_code = self.compiled and arguments["past_key_values"] is None
+        with self.autocast(positions.device), torch.set_grad_enabled(with_gradient or same_code):
+            hidden = self.model.model(position_ids=positions, **arguments).last_hidden_state
+        return hidden if with_gradient else hidden.detach()
 
     def token_scores(
         self, hidden: Tensor, tokens: Tensor, *, given: bool = False
@@ -291,6 +302,34 @@ class Float32OutputMatmul(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+def compile_decoder_layers(decoder: nn.Module) -> None:
+    """Compile the layers of a decoder for training; they share their code.
+
+    With a key-value cache, that is in prefill, they run in eager mode.
+    """
+    apply_hook("recompile limit", allow_recompilations)
+    for layer in decoder.layers:
+        layer.forward = partial(
+            _compiled_forward, layer.forward, compile_or_eager(layer.forward, dynamic=True)
+        )
+
+
+def _compiled_forward(
+    eager: Callable,
+    compiled: Callable,
+    hidden: Tensor,
+    *args: Any,
+    past_key_values: Cache | None = None,
+    **settings: Any,
+) -> Any:
+    """Replace the `forward` of a decoder layer; `hidden` is (B, S, width)."""
+    if past_key_values is not None:
+        return eager(hidden, *args, past_key_values=past_key_values, **settings)
+    if not hidden.requires_grad:  # the first layer would need code of its own
+        hidden = hidden.detach().requires_grad_()
+    return compiled(hidden, *args, past_key_values=None, **settings)
+
+
 @cache
 def _cached_indices(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Return an index tensor, cached because graph capture does not allow host-to-device copies."""
@@ -301,13 +340,23 @@ def fuse_rms_norms(model: nn.Module) -> None:
     """Run each RMSNorm as one kernel instead of eight, except those with a gate."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and len(signature(module.forward).parameters) == 1:
-            module.forward = partial(_rms_norm, module, module.forward)
+            module.__class__ = _fused_rms_norm(type(module))
 
 
-def _rms_norm(module: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Return the RMS norm by torch's kernel, or by `original` if the dtypes differ."""
-    weight = module.weight
-    if hidden.dtype != weight.dtype:
-        return original(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):  # would cast to float32 and back
-        return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
+@cache
+def _fused_rms_norm(original: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of an RMSNorm of transformers that uses torch's kernel.
+
+    A class, not a function for each module: layers share compiled code only if they run the same
+    function.
+    """
+
+    def forward(self: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the RMS norm by torch's kernel, or by the original one if the dtypes differ."""
+        weight = self.weight
+        if hidden.dtype != weight.dtype:
+            return original.forward(self, hidden)
+        with torch.autocast(hidden.device.type, enabled=False):  # would cast to float32 and back
+            return nn.functional.rms_norm(hidden, weight.shape, weight, self.variance_epsilon)
+
+    return type(original.__name__, (original,), {"forward": forward})

@@ -20,6 +20,7 @@ class Objective:
     policy: VlmLoss
     settings: Any  # the config's `train` section
     max_new_tokens: int
+    kl_weight: float  # of this epoch; train.beta unless train.kl_target adapts it
     importance_weighted: bool  # True if the engine's log-probabilities differ from the policy's
     critic_only: bool = False  # use the value loss only (train.critic_warmup)
 
@@ -81,7 +82,7 @@ class Objective:
                 train.kl, log_probs, reference, clamp=train.clamp_log_ratios
             )
             if self.kl_in_loss and not self.critic_only:
-                loss = loss + train.beta * columns["kl"]
+                loss = loss + self.kl_weight * columns["kl"]
         if self.uses_critic:
             old_values = stack_padded(tensors, "values", mask)
             returns = stack_padded(tensors, "returns", mask)

@@ -52,6 +52,7 @@ class VlmPolicy(BasePolicy):
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
+        compiled: Whether to compile the decoder layers.
         seed: Seed of a new LoRA's weights.
     """
 
@@ -72,6 +73,7 @@ class VlmPolicy(BasePolicy):
         gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
         flex_attention: bool = False,
+        compiled: bool = False,
         seed: int = 0,
     ) -> None:
         self._processors = [part for part in processors if part is not None]
@@ -85,6 +87,7 @@ class VlmPolicy(BasePolicy):
             "temperature": temperature,
             "compute_dtype": compute_dtype,
             "flex_attention": flex_attention,
+            "compiled": compiled,
         }
         frozen, self._frozen_reference = None, None
         if not use_lora:

@@ -139,6 +139,11 @@ def build_questions(
     else:
         hold_out = not config.eval_dataset
         pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
+    if config.max_samples:
+        for source, (train, _) in zip(sources, pairs, strict=True):
+            used = min(config.max_samples, len(train))
+            logger.info("%-21s %d of %d rows (max_samples)", source.path, used, len(train))
+        pairs = [(train[: config.max_samples], test) for train, test in pairs]
     trained = [question for train, _ in pairs for question in train]
     check_media_columns(trained, layout)
     if len(sources) > 1:
@@ -159,7 +164,10 @@ def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], li
     """Load given responses, and the test questions next to them unless `eval_dataset` is set."""
     layout = question_layout(config)
     given = ResponseLayout(
-        **vars(layout), response=config.response_key, kind=GIVEN_LOSSES[config.train.loss]
+        **vars(layout),
+        response=config.response_key,
+        kind=GIVEN_LOSSES[config.train.loss],
+        all_turns=config.response_turns == "all",
     )
     train = load_responses(source, given)
     return train, [] if config.eval_dataset else _load_test_split(source, layout)
@@ -221,6 +229,8 @@ def question_layout(config: VlmConfig) -> QuestionLayout:
         answer=config.answer_key,
         image=config.image_key,
         video=config.video_key,
+        image_dir=config.image_dir,
+        image_cache=config.image_cache,
         metadata=parse_column_names(config.metadata_columns),
     )
 

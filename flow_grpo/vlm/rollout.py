@@ -175,6 +175,21 @@ class Rollout:
         by_group = (advantages != 0).reshape(-1, self.plan.group_size)
         self.is_trained = np.repeat(by_group.any(1), self.plan.group_size)
 
+    def keep_groups_within(self, reward: str, low: float, high: float) -> None:
+        """Train on only the groups whose mean of a reward is between the bounds, both exclusive.
+
+        Samples without a score are ignored; a group without any score is excluded.
+        """
+        scores = self.scores[reward].reshape(-1, self.plan.group_size)
+        counts = np.isfinite(scores).sum(1)
+        means = np.where(np.isfinite(scores), scores, 0.0).sum(1) / np.maximum(counts, 1)
+        kept = (counts > 0) & (means > low) & (means < high)
+        self.is_trained &= np.repeat(kept, self.plan.group_size)
+
+    def mask_truncated(self) -> None:
+        """Train on only the responses that ended before the limit."""
+        self.is_trained &= self.scores[EOS_REACHED] == 1
+
     def updates(self) -> np.ndarray:
         """Return the samples of each update, (updates, N) bool."""
         members = np.zeros((self.plan.updates_per_pass, self.plan.samples), bool)

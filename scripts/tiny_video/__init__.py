@@ -1,1 +1,1 @@
-"""The small model of video with sound assets/tiny-video: videos, prompts and pretraining."""
+"""Videos, prompts and pretraining of assets/tiny-video, a small model of videos with sound."""

@@ -126,7 +126,7 @@ def train_flow(
         batch: Number of videos per step.
         steps: Maximum number of steps.
         seconds: Time limit.
-        peak_lr: Largest learning rate.
+        peak_lr: Peak learning rate.
         watch: Called every thousand steps, with the averaged weights in place.
     """
     transformer, connectors = pipeline.transformer, pipeline.connectors

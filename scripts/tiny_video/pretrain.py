@@ -1,4 +1,4 @@
-"""Train the small model of video with sound from scratch on synthetic videos, and evaluate it."""
+"""Train the small model of videos with sound from scratch on synthetic videos, and evaluate it."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from tiny_video.flow import Pool, Wrong, train_flow
 from tiny_video.model import build_pipeline
 from tiny_video.prompts import split_tasks
 
-TIME_SHARES = {"video_vae": 0.27, "sound": 0.1, "evaluation": 0.06}  # the flow has the rest
+TIME_SHARES = {"video_vae": 0.27, "sound": 0.1, "evaluation": 0.06}  # the rest is for the flow
 AUTOENCODERS = {
     "vae": AutoencoderKLLTX2Video,
     "audio_vae": AutoencoderKLLTX2Audio,
@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Options(__doc__.splitlines()[0], out="assets/tiny-video", time_limit=420.0)
     add = parser.add_argument
     add("--steps", type=int, default=10**6, help="maximum of each stage; the time limit ends it")
-    add("--batch-size", type=int, default=512, help="of flow matching")
+    add("--batch-size", type=int, default=512, help="batch size of flow matching")
     add("--vae-batch-size", type=int, default=64)
     add("--lr", type=float, default=1.5e-3, help="peak learning rate of flow matching")
     add("--heads", type=int, default=4, help="heads of the transformer, 32 wide each")
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if not 0 <= value <= 1:
             parser.fail(f"--wrong-{name}={value:g} must be from 0 to 1")
     if args.autoencoders and not args.autoencoders.joinpath("model_index.json").is_file():
-        parser.fail(f"--autoencoders={args.autoencoders} is not a pipeline's folder")
+        parser.fail(f"--autoencoders={args.autoencoders} is not a pipeline directory")
     return args
 
 

@@ -9,6 +9,7 @@ from user_errors import raises_user_error
 from flow_grpo.config import overrides
 from flow_grpo.config.config_dicts import iter_config_fields
 from flow_grpo.config.migration import PROJECTS, foreign_hint
+from flow_grpo.config.migration.commands import read_command
 from flow_grpo.config.migration.counterparts import DIFFUSION, LAUNCH, translate
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.vlm.fields import VLM_SPEC
@@ -66,7 +67,7 @@ TRAINING_ARGUMENTS = str.split(
     "weight_decay adam_beta1 adam_beta2 warmup_steps lr_scheduler_type"
 )
 EXTRA = {
-    "TRL": set(TRAINING_ARGUMENTS),
+    **{name: set(TRAINING_ARGUMENTS) for name in NAMES if name.startswith("TRL")},
     "MM-GRPO and verl-omni": {
         "actor_rollout_ref.rollout.true_cfg_scale",
         "actor_rollout_ref.rollout.max_sequence_length",
@@ -161,6 +162,95 @@ def test_translations_of_values():
     assert [name for name, *_ in found.missing] == ["normalize_reward"]
 
 
+def named(name: str):
+    return next(project for project in PROJECTS if project.name.startswith(name))
+
+
+def test_losses_filters_and_adaptive_kl_of_vlm_trainers():
+    known, actor, kl = known_settings("train-vlm"), "worker.actor", "algorithm.kl_ctrl"
+    given = {
+        f"{actor}.loss_type": "sapo",
+        f"{actor}.tau_negative": 1.2,
+        "algorithm.use_kl_loss": False,
+        "algorithm.kl_type": "adaptive",
+        "algorithm.kl_target": 0.05,
+        "algorithm.online_filtering": True,
+        "algorithm.filter_key": "accuracy",
+        "algorithm.filter_high": 0.9,
+    }
+    found = translate(named("EasyR1"), given, known)
+    ours = found.settings
+    assert not found.missing
+    assert (ours["train.loss"], ours["train.tau_negative"]) == ("sapo", 1.2)
+    assert not {"train.clip_low", "train.clip_high", "train.dual_clip"} & ours.keys()
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.05, 10_000)
+    assert ours["sample.filter_reward"] == "math_answer"
+    assert ours["sample.filter_high"] == 0.9
+    given = {f"{actor}.loss_type": "cispo", "algorithm.kl_type": "adaptive"}
+    ours = translate(named("EasyR1"), given, known).settings
+    assert ours["train.clip_high"] == 0.3
+    assert not {"train.dual_clip", "train.kl_target"} & ours.keys()  # the KL is in the loss
+    given = {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "mask_truncated_completions": True}
+    found = translate(named("TRL"), given, known)
+    assert not found.missing
+    assert found.settings["train.aggregation"] == "sequence"
+    assert found.settings["train.tau_negative"] == 1.1
+    assert found.settings["train.mask_truncated"]
+    assert "train.clip_low" not in found.settings
+    assert translate(named("TRL"), {"delta": 2.0}, known).settings["train.dual_clip"] == 2.0
+    ours = translate(named("LMM-R1"), {"kl_target": 0.02}, known).settings
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.02, 10_000)
+    given = {f"{kl}.type": "adaptive", "algorithm.use_kl_in_reward": True}
+    ours = translate(named("verl"), given, known).settings
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.1, 10_000)
+
+
+def translated(command: str):
+    """Return the trainer of a command line, our settings, and the names without a counterpart."""
+    run = read_command(command.split())
+    found = translate(run.project, run.settings, known_settings(run.project.trainer))
+    return run.project.name, found.settings, [name for name, *_ in found.missing]
+
+
+def test_command_lines_on_given_responses():
+    """Those of TRL's sft.py and dpo_vlm.py and of OpenRLHF's SFT are translated."""
+    name, ours, missing = translated(
+        "python trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name "
+        "trl-lib/Capybara --learning_rate 2.0e-4 --num_train_epochs 1 --packing "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --eos_token <|im_end|> "
+        "--eval_strategy steps --eval_steps 100 --use_peft --lora_r 32 --lora_alpha 16 "
+        "--assistant_only_loss --output_dir Qwen2-0.5B-SFT"
+    )
+    assert (name, ours["train.loss"], ours["train.learning_rate"]) == ("TRL SFT", "sft", 2e-4)
+    assert (ours["sample.questions_per_epoch"], ours["train.updates_per_epoch"]) == (16, 1)
+    assert (ours["eval_freq"], ours["train.lora_rank"], ours["response_turns"]) == (100, 32, "all")
+    assert missing == ["num_train_epochs", "eos_token", "eval_strategy"]
+    name, ours, missing = translated(
+        "accelerate launch examples/scripts/dpo_vlm.py --dataset_name HuggingFaceH4/rlaif-v "
+        "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --per_device_train_batch_size 2 "
+        "--gradient_accumulation_steps 32 --max_steps 100 --output_dir dpo --dtype bfloat16 "
+        "--use_peft --lora_target_modules all-linear --loss_type ipo --beta 0.2"
+    )
+    assert (name, ours["train.loss"], ours["train.beta"]) == ("TRL DPO", "ipo", 0.2)
+    assert (ours["num_epochs"], ours["sample.questions_per_epoch"]) == (100, 64)
+    assert (ours["mixed_precision"], missing) == ("bf16", [])
+    name, ours, _ = translated("trl kto --dataset_name a/b --undesirable_weight 0.5")
+    assert (name, ours["train.loss"], ours["train.undesirable_weight"]) == ("TRL KTO", "kto", 0.5)
+    assert ours["sample.max_new_tokens"] == 1024
+    name, ours, missing = translated(
+        "deepspeed --module openrlhf.cli.train_sft --max_len 2048 --dataset Open-Orca/OpenOrca "
+        "--input_key question --output_key response --input_template User:{} "
+        "--train_batch_size 256 --micro_train_batch_size 2 --pretrain meta/Llama --save_path "
+        "./checkpoint/llama --max_epochs 1 --zero_stage 2 --multiturn --learning_rate 5e-6"
+    )
+    assert (name, ours["train.loss"]) == ("LMM-R1 SFT (OpenRLHF)", "sft")
+    assert (ours["input_key"], ours["response_key"]) == ("question", "response")
+    assert ours["question_format"] == "User:{question}"
+    assert (ours["response_turns"], ours["sample.questions_per_epoch"]) == ("all", 256)
+    assert (ours["train.lr_min_ratio"], ours["run_name"]) == (0.1, "llama")
+    assert missing == ["micro_train_batch_size", "max_epochs"]
+
+
 def test_batches_of_diffusion_trainers():
     """64 prompts with 16 images each on 8 GPUs, two updates."""
     mm_grpo = next(project for project in PROJECTS if project.name.startswith("MM-GRPO"))
@@ -203,6 +293,7 @@ def test_data_sets_and_layers_of_lora():
 # A value of each option that is translated together with others.
 VALUES = {
     "prompt_data": "a,b",
+    "dataset": "a,b",
     "prompt_data_probs": "0.5,0.5",
     "input_template": "Q: {}",
     "processor_kwargs": '{"max_pixels": 1000}',
@@ -237,6 +328,16 @@ NEEDED = {  # the options that the others only matter with
     "trainer.resume_mode": "resume_path",
     "actor_rollout_ref.rollout.name": "vllm",
     "worker.rollout.name": "vllm",
+    "kl_target": 0.1,
+}
+OTHERWISE = {  # of another loss, and with the KL in the reward
+    "loss_type": "sapo",
+    "worker.actor.loss_type": "sapo",
+    "algorithm.use_kl_loss": False,
+    "algorithm.kl_type": "adaptive",
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
 }
 
 
@@ -248,5 +349,7 @@ def test_no_option_is_dropped_that_is_translated_with_others(project):
     for name in ("optim.betas", "lora.target_modules", "target_modules"):
         given |= {key: (0.9, 0.95) for key in joint if key.endswith(name)}
     needed = {key: value for key, value in NEEDED.items() if key in project.keys}
+    otherwise = {key: value for key, value in OTHERWISE.items() if key in project.keys}
     ours = project.derive({**project.defaults, **given, **needed})
+    ours |= project.derive({**project.defaults, **given, **needed, **otherwise})
     assert set(joint.values()) <= {*ours}

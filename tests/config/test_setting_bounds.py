@@ -39,6 +39,7 @@ ZERO = {
     *("old_rate", "old_max_decay", "discount", "anchor_beta", "importance_cap", "clip_low"),
     *("clip_high", "dual_clip", "gae_decay", "value_weight"),
     *("center_scores", "desirable_weight", "undesirable_weight"),
+    *("cppo_budget", "filter_low", "filter_high", "max_samples"),
     "per_epoch",  # all of them
     # guidance: the unconditional velocity
     *("guidance_scale", "eval_guidance_scale", "guidance_scale_2", "train_guidance"),
@@ -52,6 +53,7 @@ NO_ZERO_BETA = {
     "nft.beta",
 }  # elsewhere `beta` is the weight of a KL
 LARGE_SEED = {"seed"}  # a 64-bit integer
+SIGNED = {"sample.filter_low", "sample.filter_high"}  # bounds of rewards, which may be negative
 
 
 def numeric(spec) -> dict[str, type]:
@@ -97,6 +99,7 @@ def test_extreme_numbers_are_rejected_by_name(spec):
             message = rejection(spec, settings, name, (value, value) if kind is tuple else value)
             accepts = value == 0 and (accepts_zero(name) or kind is tuple)
             accepts |= value == 10**11 and name in LARGE_SEED
+            accepts |= value == -1 and name in SIGNED
             if accepts is (message is not None):
                 wrong.append(f"{name}={value!r}: {message or 'accepted'}")
             if message is not None and (not message.startswith(f"{name}=") or "\n" in message):

@@ -3,11 +3,16 @@
 import json
 
 import pytest
+from small_vlm import encode_image, random_image
+from user_errors import raises_user_error
 
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.rewards.scorers.geneval import GenEval
 from flow_grpo.rewards.scorers.geneval.rules import TAGS, parse_task
 from flow_grpo.rewards.scorers.ocr import quoted_text
+from flow_grpo.vlm.fields import VLM_SPEC, get_config
+from flow_grpo.vlm.plan import build_plan
+from flow_grpo.vlm.questions import build_questions
 
 GENEVAL = [
     {"tag": "single_object", "include": [{"class": "kite", "count": 1}]},
@@ -41,6 +46,66 @@ CAPTIONS = [
     "portrait of a fox, oil on canvas, 8 k, (detailed), by nobody -- v2",
     "一只猫 sitting on the moon  ",
 ]
+
+
+def write(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_lines(rows), encoding="utf-8")
+    return str(path.parent)
+
+
+def vlm_questions(dataset, **columns):
+    """Return the training questions that a VLM run reads, with these settings."""
+    config = get_config()
+    config.update({"dataset": dataset, "sample": {"questions_per_epoch": 1}, **columns})
+    config.train.updates_per_epoch = 1
+    settings = VLM_SPEC.check(config)
+    return build_questions(settings, build_plan(settings.sample, settings.train, 1)).train
+
+
+def test_easyr1s_files_with_an_image_directory(tmp_path):
+    """Rows of hiyouga/geometry3k load with `data.prompt_key=problem data.image_dir=...`."""
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/1.png").write_bytes(encode_image(random_image(0)))
+    row = {"images": ["1.png"], "problem": "<image>Find x.", "answer": "4"}
+    data = write(tmp_path / "data/train.jsonl", row, {**row, "answer": "5"}, {**row, "answer": "6"})
+    found = vlm_questions(
+        data, input_key="problem", image_dir=str(tmp_path / "figures"), max_samples=2
+    )
+    assert [each.answer for each in found] == ["4", "5"]
+    assert found[0].images == (tmp_path / "figures/1.png",)
+
+
+def test_lmm_r1s_files(tmp_path):
+    """A chat as JSON text with a system prompt loads (`--input_key message --label_key answer`)."""
+    system = {"role": "system", "content": "Solve the problem step by step."}
+    image = {"type": "image", "image": f"file://{tmp_path}/1.png"}
+    (tmp_path / "1.png").write_bytes(encode_image(random_image(0)))
+    text = {"type": "text", "text": "What is the area?"}
+    chat = json.dumps([system, {"role": "user", "content": [image, text]}])
+    row = {"question": "What is the area?", "message": chat, "answer": "$7$", "id": "a-1"}
+    data = write(tmp_path / "data/train.jsonl", row)
+    [found] = vlm_questions(data, input_key="message", answer_key="answer")[:1]
+    assert (found.text, found.answer) == ("<image>What is the area?", "$7$")
+    assert found.system == "Solve the problem step by step."
+    assert found.images == (tmp_path / "1.png",)
+
+
+def test_trls_files(tmp_path):
+    """Rows with a conversational `prompt`, `images` and `solution` load; `image` is named."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/1.png").write_bytes(encode_image(random_image(0)))
+    content = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    system = {"role": "system", "content": "A conversation."}
+    prompt = [system, {"role": "user", "content": content}]
+    row = {"prompt": prompt, "images": ["1.png"], "solution": "<answer>3</answer>"}
+    data = write(tmp_path / "data/train.jsonl", row)
+    [found] = vlm_questions(data, answer_key="solution")[:1]
+    assert (found.text, found.system) == ("<image>How many?", "A conversation.")
+    assert (found.answer, len(found.images)) == ("<answer>3</answer>", 1)
+    write(tmp_path / "data/train.jsonl", {**row, "image_path": "1.png"})
+    with raises_user_error('"image_path"', "train.jsonl:1"):
+        vlm_questions(data, answer_key="solution")
 
 
 @pytest.fixture

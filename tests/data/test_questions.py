@@ -119,7 +119,7 @@ BAD = {  # row: what the message contains
     '{"question": "x", "images": ["%s.png"], "answer": "1"}' % ("a" * 5000): ("missing image",),
     '{"question": "x", "images": ["\\u0000.png"], "answer": "1"}': ("missing image",),
     '["x"]': ('["x"]',),
-    '{"prompt": "x", "answer": "1"}': ("message, question or problem", "prompt, answer"),
+    '{"text": "x", "answer": "1"}': ("message, question, problem or prompt", "text, answer"),
     '{"question": "x"}': ('"answer"', "got None", "answer_key"),
     '{"question": " ", "answer": "1"}': ('"question"', "got ' '"),
     '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': ("did you mean",),
@@ -161,7 +161,63 @@ def test_an_invalid_row_is_named_with_file_and_line(folder, row, shown):
 
 def test_a_chat_that_does_not_end_with_the_user_is_rejected(folder):
     path = write_lines(folder / "x.jsonl", {"message": chat("x", role="assistant"), "answer": "1"})
-    with raises_user_error("roles assistant", field=f'{path}:1: "message"'):
+    with raises_user_error("turns assistant", "train.loss=sft", field=f'{path}:1: "message"'):
+        read_questions(path)
+
+
+def test_earlier_turns_of_a_chat_are_part_of_the_prompt(folder):
+    """In TRL's and verl's column `prompt`, images are shown first, or at their placeholders."""
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "And red ones?"},
+    ]
+    rows = [{"prompt": turns, "images": ["a.png"], "answer": "1"}]
+    rows.append({"prompt": json.dumps(turns[:2]), "answer": "1", "level": "easy"})
+    path = write_lines(folder / "x.jsonl", *rows)
+    layout = QuestionLayout(image_dir=str(folder / "pictures"))
+    chat, single = read_file(path, layout)
+    assert (chat.system, chat.text) == ("Be brief.", "And red ones?")
+    assert chat.history == (("user", "<image>How many?"), ("assistant", "3"))
+    assert chat.images == (folder / "pictures/a.png",)
+    assert (single.text, single.history) == ("How many?", ())
+    assert single.metadata["level"] == "easy"
+    assert chat.identity != Question(chat.text, chat.images).identity
+
+
+def test_cached_images_of_parquet_files_are_not_kept_in_memory(folder, monkeypatch):
+    """Rows are read in batches, and equal images are one file."""
+    images = [[png("red")], [png("blue"), png("red")], []]
+    rows = [
+        {"images": [{"bytes": each, "path": None} for each in own], "problem": "?", "answer": n}
+        for n, own in enumerate(images * 3)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "x.parquet")
+    monkeypatch.setattr("flow_grpo.data.rows.PARQUET_ROWS", 2)
+    kept = read_file(folder / "x.parquet", QuestionLayout())
+    cached = read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "cache")))
+    assert [q.answer for q in cached] == [str(n) for n in range(9)]
+    assert [q.where for q in cached] == [q.where for q in kept]
+    assert cached[8].where == f"{folder / 'x.parquet'} row 9"
+    paths = [path for q in cached for path in q.images]
+    assert [path.read_bytes() for path in paths] == [each for own in images * 3 for each in own]
+    assert {*paths} == {*(folder / "cache").iterdir()}
+    assert len({*paths}) == 2
+    paths[0].write_bytes(b"")  # truncated by a full disk
+    read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "cache")))
+    assert paths[0].read_bytes() == png("red")
+    (folder / "file").write_text("")
+    with raises_user_error("cannot be written", field="image_cache"):
+        read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "file/cache")))
+
+
+def test_image_dir_replaces_the_directory_of_the_file(folder):
+    row = {"question": "?", "images": ["a.png"], "answer": "1"}
+    path = write_lines(folder / "x.jsonl", row)
+    [found] = read_file(path, QuestionLayout(image_dir=str(folder / "pictures")))
+    assert found.images == (folder / "pictures/a.png",)
+    with raises_user_error(f"{path}:1", "missing image"):
         read_questions(path)
 
 

@@ -23,6 +23,7 @@ def load(folder, *rows, kind="demonstrations", **settings):
 
 
 TURNS = [user("What is 1+2?"), reply("3")]
+TURN_ROW = {"messages": TURNS}
 SHAREGPT = [{"from": "human", "value": "What is 1+2?"}, {"from": "gpt", "value": "3"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -83,6 +84,24 @@ def test_earlier_turns_are_part_of_the_prompt(tmp_path):
     [found] = load(tmp_path, {"messages": [system, *turns]})
     assert (found.system, found.text, found.response) == ("Be brief.", "B?", "b")
     assert found.history == (("user", "A?"), ("assistant", "a"))
+
+
+def test_every_assistant_turn_can_be_a_response(tmp_path):
+    """The prompt of a turn is what precedes it; labels and pairs are converted as before."""
+    (tmp_path / "a.png").write_bytes(b"not decoded here")
+    (tmp_path / "b.png").write_bytes(b"nor here")
+    turns = [user("<image>A?"), reply("a"), user("B <image>?"), reply("b"), user("C?"), reply("c")]
+    row = {"messages": [SYSTEM, *turns], "images": ["a.png", "b.png"]}
+    found = load(tmp_path, row, TURN_ROW, all_turns=True)
+    assert [each.text for each in found] == ["<image>A?", "B <image>?", "C?", "What is 1+2?"]
+    assert [each.response for each in found] == ["a", "b", "c", "3"]
+    assert [len(each.history) for each in found] == [0, 2, 4, 0]
+    assert [len(each.images) for each in found] == [1, 2, 2, 0]
+    assert {each.system for each in found[:3]} == {"Be brief."}
+    assert [each.response for each in load(tmp_path, row)] == ["c"]
+    for bad in ([user("A?"), reply("a"), reply("b")], [user("A?"), reply(""), *turns[2:]]):
+        with raises_user_error("data.jsonl:1"):
+            load(tmp_path, {"messages": bad, "images": ["a.png"]}, all_turns=True)
 
 
 def test_images_belong_to_the_first_turn_or_to_their_placeholders(tmp_path):

@@ -285,7 +285,7 @@ def test_removed_and_unknown_weights_are_rejected(generator, run):
             generator.generate(request(weights=name))
 
 
-DURATIONS = {"ltx2": 40, "hunyuan_video15": 40}  # milliseconds per frame
+DURATIONS = {"ltx2": 40, "hunyuan_video15": 40, "hunyuan_video15_i2v": 40}  # milliseconds per frame
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)

@@ -155,6 +155,9 @@ class KnownField:
         self.precomputed_at.append(len(self.with_gradient))
         return conditioning
 
+    def start_latents(self, noise, conditioning, sigma):
+        return noise
+
     def finalize_latents(self, latents, conditioning):
         return latents
 

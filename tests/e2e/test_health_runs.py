@@ -127,7 +127,9 @@ def run_findings(tmp_path, tiny_sd3, caplog):
         files = {"pretrained.model": str(tiny_sd3), "dataset": str(tmp_path), **SMALL}
         config.update_from_flattened_dict({**files, **QUICK, **ONE_BATCH, **fields})
         config.eval_reward_fn = config.reward_fn
-        config.reward_fn = ConfigDict({name: 0.1**i for i, name in enumerate(rewards)})
+        weights = {name: 0.1**i for i, name in enumerate(rewards)}
+        weights |= {"dark": 0.0} if "dark" in weights else {}  # held out: only logged
+        config.reward_fn = ConfigDict(weights)
         config.custom_rewards = ConfigDict(
             {n: f"degenerate_rewards:{f}" for n, f in rewards.items()}
         )

@@ -15,7 +15,7 @@ from flow_grpo.diffusion.algorithms.trajectory import PreparedBatch
 from flow_grpo.diffusion.models.sd3 import SD3Adapter
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics, initial_noise
-from flow_grpo.perf.compile_utils import compile_or_eager
+from flow_grpo.perf.compile_utils import compile_once
 
 
 def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,13 +89,13 @@ def test_a_function_that_cannot_be_compiled_runs_eagerly(monkeypatch, caplog):
 
     x = torch.arange(3.0)
     monkeypatch.setattr("flow_grpo.perf.compile_utils.missing_compile_dependency", lambda: "Triton")
-    assert compile_or_eager(twice) is twice
-    compile_or_eager.cache_clear()
+    assert compile_once(twice) is twice
+    compile_once.cache_clear()
     monkeypatch.setattr("flow_grpo.perf.compile_utils.missing_compile_dependency", lambda: "")
     monkeypatch.setattr(torch, "compile", lambda function, **_: fail)
     with caplog.at_level("WARNING"):
-        assert torch.equal(compile_or_eager(twice)(x), twice(x))
-        assert torch.equal(compile_or_eager(twice)(x, more=1.0), twice(x, more=1.0))
+        assert torch.equal(compile_once(twice)(x), twice(x))
+        assert torch.equal(compile_once(twice)(x, more=1.0), twice(x, more=1.0))
     assert len(caplog.records) == 1
     assert "twice" in caplog.text
-    compile_or_eager.cache_clear()
+    compile_once.cache_clear()

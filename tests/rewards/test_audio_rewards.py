@@ -46,7 +46,7 @@ def test_silence_is_the_share_of_quiet_windows():
 
 
 def jumping_square(jumps: list[int], frames: int = 24) -> torch.Tensor:
-    """Return a video (1, F, 3, 32, 32) of a square that is at another place from each jump on."""
+    """Return a video (1, F, 3, 32, 32) of a square that moves at each jump."""
     video = torch.zeros(1, frames, 3, 32, 32)
     for frame in range(frames):
         place = 8 * (sum(frame >= jump for jump in jumps) % 4)

@@ -1,4 +1,4 @@
-"""The reward `clap` against an independent computation on a small random model."""
+"""The reward `clap` equals an independent computation on a small random model."""
 
 import string
 from pathlib import Path
@@ -74,7 +74,7 @@ def noise(seconds: float, seed: int, rate: int = RATE) -> Audio:
 
 
 def test_the_score_is_the_cosine_of_sound_and_prompt(folder):
-    """Each sound alone, by the model's own forward pass, which normalizes the embeddings."""
+    """Compare with the model's own forward pass on each sound alone."""
     sounds = [noise(0.4, 0), noise(1.0, 1), noise(1.7, 2)]
     reward = build_reward({"clap": 1.0}, options={"clap": {"model": str(folder), "batch_size": 2}})
     videos = torch.zeros(3, 2, 3, 8, 8)

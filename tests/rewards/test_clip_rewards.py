@@ -106,7 +106,7 @@ def test_an_offloaded_network_is_moved_to_the_device_only_for_scoring(folder, mo
 
 
 def test_networks_by_turns_are_on_the_device_one_at_a_time(folder, monkeypatch):
-    """Each call waits for another one, which must not come."""
+    """Each call waits for a concurrent one, which must not occur."""
     options = {"model": str(folder), "offload": "turns"}
     scorers = [ClipScore(**options), ClipScore(**options)]
     together, moves = threading.Barrier(2), []

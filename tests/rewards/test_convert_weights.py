@@ -5,11 +5,14 @@ import hashlib
 import pytest
 import torch
 from malicious_files import write_malicious_pickle
+from runner import run_script
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from small_clip import clip_folder  # noqa: F401
 from user_errors import raises_user_error
 
 from flow_grpo.rewards.convert_weights import convert_weights
+from flow_grpo.rewards.scorers.clip import ClipScore, HpsV2
 
 
 @pytest.fixture
@@ -54,6 +57,9 @@ def test_invalid_files_are_rejected(source, tmp_path):
         convert_weights(tmp_path / "model.pt", target)
     with raises_user_error(".safetensors", field="target"):
         convert_weights(source, tmp_path / "new.bin")
+    (tmp_path / "file").touch()
+    with raises_user_error(f"because of {tmp_path / 'file'}", field="target"):
+        convert_weights(source, tmp_path / "file/new.safetensors")
     target.touch()
     with raises_user_error("exists", field="target", value=str(target)):
         convert_weights(source, target)
@@ -68,3 +74,53 @@ def test_invalid_files_are_rejected(source, tmp_path):
         with raises_user_error(field="source"):
             convert_weights(source, target)
     assert not target.exists()
+
+
+def test_errors_about_pickles_do_not_advise_to_execute_them(tmp_path):
+    module, target = tmp_path / "module.pt", tmp_path / "new.safetensors"
+    torch.save(torch.nn.Linear(2, 2), module)
+    with raises_user_error(
+        "torch.nn.modules.linear.Linear", "not executed", field="source"
+    ) as error:
+        convert_weights(module, target)
+    assert "weights_only" not in str(error.value)  # torch advises to set it to False
+    torch.save({"a": torch.ones(99)}, module)
+    module.write_bytes(module.read_bytes()[:500])
+    with raises_user_error("incomplete or damaged", field="source"):
+        convert_weights(module, target)
+
+
+def test_the_command_prints_the_checksums(source, tmp_path):
+    target = tmp_path / "out.safetensors"
+    done = run_script("scripts/rewards.py", "convert", source, target)
+    assert done.returncode == 0, done.stderr
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (source, target)]
+    assert done.stdout.split() == [digests[0], str(source), digests[1], str(target)]
+    again = run_script("scripts/rewards.py", "convert", source, target, "--sha256", "0" * 64)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+
+
+def test_damaged_weights_of_a_reward_are_reported_in_one_line(folder, tmp_path):
+    """The file is truncated, of another model, or a pickle with code."""
+    copy = tmp_path / "clip"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with raises_user_error(field="model", value=str(copy)):
+        ClipScore(model=str(copy))
+    save_file({"other.weight": torch.ones(2)}, weights, {"format": "pt"})
+    with raises_user_error("missing tensors", field="model", value=str(copy)):
+        ClipScore(model=str(copy))
+    trace = tmp_path / "ran"
+    pickled = tmp_path / "HPS_v2.1_compressed.pt"
+    write_malicious_pickle(pickled, trace, zipped=False)
+    with raises_user_error("not executed", field="model", value=str(pickled)):
+        HpsV2(model=str(pickled), processor=str(folder))
+    torch.save({"a": torch.ones(2)}, pickled)
+    with raises_user_error(field="model", value=str(pickled)):
+        HpsV2(model=str(pickled), processor=str(folder))
+    assert not trace.exists()

@@ -1,43 +1,16 @@
 """DeQA-Score loads remote code: tested with a small model folder that contains such code."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from small_deqa import MODELING, write_small_deqa
 from user_errors import raises_user_error
 
 from flow_grpo.rewards.scorers.deqa import DeQA
 
-MODELING = '''
-import numpy as np
-import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-
-class BrightnessConfig(PretrainedConfig):
-    model_type = "brightness"
-
-
-class BrightnessForCausalLM(PreTrainedModel):
-    """From 1 (black) to 5 (white), in half precision like DeQA-Score."""
-
-    config_class = BrightnessConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.levels = nn.Linear(1, 1)
-        self.post_init()
-
-    def score(self, images):
-        assert all(image.mode == "RGB" for image in images)
-        bright = torch.tensor([[np.asarray(image).mean() / 255] for image in images])
-        return self.levels(bright.half().to(self.device))[:, 0]
-'''
 IMAGES = [Image.new(mode, size, "white") for mode, size in (("RGB", (8, 8)), ("L", (3, 9)))]
 IMAGES += [Image.new("RGB", (5, 5), "black"), Image.new("RGB", (5, 5), "#7f7f7f")]
 RAW = [5.0, 5.0, 1.0, 1 + 4 * 127 / 255]
@@ -56,18 +29,7 @@ def _module_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    def write(modeling):
-        folder = tmp_path_factory.mktemp("deqa")
-        (folder / "modeling_brightness.py").write_text(modeling)
-        code = "modeling_brightness.Brightness"
-        auto_map = {"AutoConfig": f"{code}Config", "AutoModelForCausalLM": f"{code}ForCausalLM"}
-        config = {"model_type": "brightness", "auto_map": auto_map}
-        (folder / "config.json").write_text(json.dumps(config))
-        weights = {"levels.weight": torch.full((1, 1), 4.0), "levels.bias": torch.ones(1)}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        return str(folder)
-
-    return write
+    return lambda modeling: write_small_deqa(tmp_path_factory.mktemp("deqa"), modeling)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""GenEval 2's soft scores on a small Qwen3-VL, against an independent computation.
+"""GenEval 2's soft scores equal an independent computation on a small Qwen3-VL.
 
 The tokenizer has one token per character, so "Yes" and "yes" count as Y and y, and the variants
 that begin with a space count as a space each.
@@ -157,6 +157,9 @@ def test_invalid_options_and_models_are_rejected(folder, tmp_path):
     with raises_user_error("is a qwen2_5_vl model", field="model"):
         GenEval2(model=str(other))
     config = save(tmp_path / "plain") / "chat_template.jinja"
+    config.write_text("{{ 1 / 0 }}")
+    with raises_user_error("ZeroDivisionError", field="model"):
+        GenEval2(model=str(tmp_path / "plain"))
     config.unlink()
     with raises_user_error("no chat template", field="model"):
         GenEval2(model=str(tmp_path / "plain"))

@@ -138,7 +138,7 @@ def test_a_checkpoint_with_pickled_code_is_rejected(folder, tmp_path):
     trace = tmp_path / "ran"
     checkpoint = str(tmp_path / "evil.pt")
     torch.save({"state_dict": Opener(trace)}, checkpoint)
-    with raises_user_error("HPSv2", field="model", value=checkpoint):
+    with raises_user_error("io.open", field="model", value=checkpoint):
         HpsV2(model=checkpoint, processor=str(folder))
     assert not trace.exists()
 
@@ -164,6 +164,6 @@ def test_an_hps_checkpoint_needs_a_processor(hps):
 def test_a_checkpoint_of_another_model_is_rejected(folder, tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    for name in ("other.safetensors", "text.pt"):
-        with raises_user_error("HPSv2", field="model", value=str(tmp_path / name)):
+    for name, expected in (("other.safetensors", "HPSv2"), ("text.pt", "damaged pickle")):
+        with raises_user_error(expected, field="model", value=str(tmp_path / name)):
             HpsV2(model=str(tmp_path / name), processor=str(folder))

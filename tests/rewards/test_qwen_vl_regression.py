@@ -1,6 +1,7 @@
-"""HPSv3, VideoAlign and EditReward on small checkpoints, against the authors' formulas."""
+"""HPSv3, VideoAlign and EditReward follow the authors' formulas on small checkpoints."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,18 @@ def test_videoalign_scores_one_dimension(align):
         VideoAlign(**options, score="quality")
 
 
+def test_the_frame_rate_of_a_video_without_one_is_an_option(align):
+    options, expected = align
+    plain = [list(VIDEOS[2])]
+    assert VideoAlign(**options, fps=8)(plain, PROMPTS[2:], [{}])[0] == close(
+        [expected[2].sum()], 3e-5
+    )
+    assert VideoAlign(**options)(plain, PROMPTS[2:], [{}])[0] != close([expected[2].sum()], 1e-4)
+    for value in (0, -1, "8", float("nan")):
+        with raises_user_error("positive", field="fps"):
+            VideoAlign(**options, fps=value)
+
+
 def test_visual_and_motion_quality_do_not_depend_on_the_prompt(align):
     options, _ = align
     videos = [VIDEOS[0]] * 2
@@ -336,6 +349,10 @@ def test_invalid_checkpoints_are_rejected(hps, edit, tmp_path):
     with raises_user_error(field="model"):
         load(name="model.pth")
     assert not (tmp_path / "ran").exists()
+    failing = shutil.copytree(options["processor"], tmp_path / "failing")
+    (failing / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    with raises_user_error("ZeroDivisionError", field="processor", value=str(failing)):
+        HpsV3(**{**options, "processor": str(failing)})
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with raises_user_error("clip", "Qwen2-VL", field="processor", value=str(tmp_path)):
         HpsV3(**{**options, "processor": str(tmp_path)})

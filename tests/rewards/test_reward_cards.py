@@ -1,19 +1,17 @@
 """Cards of the built-in rewards, and the check of a reward on its example pairs."""
 
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import fields, is_dataclass
 
-import fork_server
 import pytest
 import rewards
-from runner import ROOT, environment
+from runner import ROOT, run_script
 from small_clip import clip_folder  # noqa: F401
 from user_errors import raises_user_error
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import REWARDS
+from flow_grpo.rewards import REWARDS, reward_check
 from flow_grpo.rewards.cards import get_card, plain_text, reward_cards
 from flow_grpo.rewards.custom import import_scorer
 from flow_grpo.rewards.example_pairs import EXAMPLES, example_pairs
@@ -27,7 +25,7 @@ CARDS = reward_cards()
 
 
 def test_every_built_in_reward_has_a_card():
-    """If not: add it to flow_grpo/rewards/cards.toml (CONTRIBUTING.md, "Add a reward")."""
+    """If this fails, add it to flow_grpo/rewards/cards.toml (CONTRIBUTING.md, "Add a reward")."""
     assert {*CARDS} == {*REWARDS.paths}
     for card in CARDS.values():
         assert card.pairs in EXAMPLES, card.name
@@ -36,7 +34,7 @@ def test_every_built_in_reward_has_a_card():
 
 @pytest.mark.parametrize("path", make_rewards.PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_of_rewards_are_up_to_date(path):
-    """If not: python docs/make_rewards.py"""
+    """If this fails, run python docs/make_rewards.py."""
     text = path.read_text("utf-8")
     assert text.count("<!-- rewards ") >= 1
     assert make_rewards.page(text) == text
@@ -117,7 +115,7 @@ def test_people_and_missing_servers_are_reported(monkeypatch):
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """A hub cache without models, and no network."""
+    """Use an empty hub cache, without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -132,8 +130,8 @@ def test_every_reward_is_listed(empty_cache, capsys):
 
 
 def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
-    """Those without weights work; the others say what they need."""
-    options = {"options": {}, "device": "cpu", "server": ""}
+    """Rewards that need no weights work; the others report what they need."""
+    options = {"options": {}, "device": "cpu", "server": []}
     assert rewards.check_rewards(Namespace(names=["all"], **options)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     found = {line.split()[0]: line for line in lines[:-1]}
@@ -147,21 +145,24 @@ def test_check_all_reports_each_reward_in_a_line(empty_cache, capsys):
         assert state == ("ok" if works else "skipped"), found[name]
 
 
-def rewards_command(*arguments: str) -> subprocess.CompletedProcess:
-    command = ["scripts/rewards.py", *arguments]
-    done = fork_server.run(command, cwd=ROOT, env=environment(), timeout=600)
-    if done is None:  # another environment than that of the server
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True
-        )
-    return done
+def test_any_error_while_a_reward_is_loaded_is_one_line(monkeypatch):
+    """Then `check all` goes on with the next reward."""
+
+    def fails(*names, **settings):
+        raise RuntimeError("no kernel image\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(reward_check, "build_scorers", fails)
+    with raises_user_error("cannot be loaded: RuntimeError: no kernel", field="reward 'choice'"):
+        check_reward("choice", options={})
 
 
 def test_check_prints_the_scores_and_exits_by_the_verdict():
-    done = rewards_command("check", "choice")
+    done = run_script("scripts/rewards.py", "check", "choice")
     assert done.returncode == 0, done.stderr
     assert "choice: 3 of 3 pairs ranked as expected" in done.stdout
-    wrong = rewards_command("check", "overlong", "--options", '{"limit": 10000}')
+    wrong = run_script(
+        "scripts/rewards.py", "check", "overlong", "--options", '{"overlong": {"limit": 10000}}'
+    )
     assert wrong.returncode == 1
     assert "0 of 3" in wrong.stdout
 
@@ -170,12 +171,12 @@ def test_check_prints_the_scores_and_exits_by_the_verdict():
     ("arguments", "shown"),
     [
         (["check", "chioce"], "did you mean choice?"),
-        (["check", "choice", "--options", "[1]"], "must be a JSON object"),
-        (["check", "choice", "ocr", "--options", '{"a": 1}'], "--options"),
+        (["check", "choice", "--options", "[1]"], "must be {"),
+        (["check", "choice", "--options", '{"ocr": {}}'], "--options names 'ocr'"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(arguments, shown):
-    done = rewards_command(*arguments)
+    done = run_script("scripts/rewards.py", *arguments)
     assert done.returncode == 2
     assert shown in done.stderr
     assert done.stderr.count("\n") == 1

@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
@@ -15,6 +16,8 @@ from user_errors import raises_user_error
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.failure import Failed, FailurePolicy
+from flow_grpo.rewards.turns import TURNS, device_turn
+from flow_grpo.rewards.workers import guard as guard_module
 from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE, GuardedScorer
 from flow_grpo.rewards.workers.pool import WorkerStartError
 from flow_grpo.training.session import find_outage
@@ -138,6 +141,51 @@ def test_a_hanging_scorer_does_not_block_the_run():
     assert "earlier batch" in score(guard)[0].reason
     wake.set()
     wait_until(lambda: score(guard) == [1.0, 2.0])
+
+
+class ByTurns(Script):
+    """A scorer that shares its device."""
+
+    offload = TURNS
+
+    def release_memory(self) -> None:
+        pass
+
+
+def test_waiting_for_a_turn_does_not_count_as_scoring(monkeypatch):
+    """Another reward is on the device for longer than this one's timeout, then for ever."""
+    ends, other, passed = threading.Event(), ByTurns(), [0.0]
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+
+    def hold(taken):
+        with device_turn(other):
+            taken.set()
+            assert ends.wait(60)
+
+    monkeypatch.setattr(guard_module, "TURN_TIMEOUT_FACTOR", 600.0)
+    with ThreadPoolExecutor(2) as threads:
+        taken = threading.Event()
+        threads.submit(hold, taken)
+        assert taken.wait(60)
+        guard = guarded(ByTurns(OSError("blip"), [1.0, 2.0]), timeout=20.0)
+        scores = threads.submit(score, guard)
+        wait_until(lambda: guard._running is not None)
+        passed[0] = 1000.0
+        ends.set()
+        assert scores.result() == [1.0, 2.0]
+        ends.clear()
+        taken.clear()
+        threads.submit(hold, taken)
+        assert taken.wait(60)
+        monkeypatch.setattr(guard_module, "TURN_TIMEOUT_FACTOR", 2.0)
+        script = ByTurns()
+        try:
+            [value] = score(guarded(script, timeout=0.2), 1)
+        finally:
+            ends.set()
+    assert value.reason == "TimeoutError: another reward with offload='turns' took more than 0.4 s"
+    assert script.calls == 0
 
 
 def test_a_failed_sample_does_not_affect_the_others():

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -366,3 +367,21 @@ class TestPool:
         parent.kill()
         parent.communicate()
         wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("flow_grpo.rewards.workers.worker", "{fd} {parent}"),
+        ("reward_server", "--rewards jpeg_compressibility --fd {fd} --parent-pid {parent}"),
+    ],
+)
+def test_a_process_whose_parent_ended_while_it_started_exits(module: str, arguments: str) -> None:
+    """Its parent is not the one that it is told; otherwise it would wait for work."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        command = arguments.format(fd=descriptor, parent=os.getppid()).split()
+        done = subprocess.run(
+            [sys.executable, "-m", module, *command], pass_fds=[descriptor], timeout=60
+        )
+    assert done.returncode == 0

@@ -23,6 +23,7 @@ PARTS = {
     "flux2_klein": ["Flux2KleinPipeline", "Qwen3ForCausalLM", "Qwen2Tokenizer"],
     "flux_kontext": ["FluxKontextPipeline", "CLIPTextModel", "T5EncoderModel", "T5Tokenizer"],
     "hunyuan_video15": ["HunyuanVideo15Pipeline", "Qwen2_5_VLTextModel", "ByT5Tokenizer"],
+    "hunyuan_video15_i2v": ["HunyuanVideo15ImageToVideoPipeline", "SiglipVisionModel"],
     "ltx2": ["LTX2Pipeline", "Gemma3ForConditionalGeneration", "LTX2VocoderWithBWE"],
     "qwen_image": ["QwenImagePipeline", "Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer"],
     "qwen_image_21": ["QwenImage21Pipeline", "Qwen3VLForConditionalGeneration", "TextProcessor"],
@@ -30,6 +31,7 @@ PARTS = {
     "wan": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
     "wan22": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
     "wan22_a14b": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "WanTransformer3DModel"],
+    "wan_v2v": ["WanVideoToVideoPipeline", "UMT5EncoderModel", "T5Tokenizer"],
     "z_image": ["ZImagePipeline", "Qwen3Model", "Qwen2Tokenizer"],
 }
 CALLS = {  # arguments of a call with guidance

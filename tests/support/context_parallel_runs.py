@@ -32,6 +32,7 @@ from flow_grpo.training.distributed import get_ranks, set_context_parallel
 SUPPORTED = {  # families by the class of their pipeline
     "wan": "WanPipeline",
     "wan_i2v": "WanImageToVideoPipeline",
+    "wan_v2v": "WanVideoToVideoPipeline",
     "flux": "FluxPipeline",
     "flux2": "Flux2Pipeline",
     "flux2_klein": "Flux2KleinPipeline",

@@ -24,7 +24,7 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
 )
-from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_video2video
 from PIL import Image
 from torch import Tensor
 from untrained import small
@@ -57,7 +57,8 @@ def make_images(text: str, count: int) -> tuple[bytes, ...]:
 def first_order(pipeline: DiffusionPipeline) -> None:
     """Make the UniPC scheduler first-order without corrector, which equals an Euler step."""
     # the function of pipeline_wan works without ftfy
-    pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
+    for module in (pipeline_wan_i2v, pipeline_wan_video2video):
+        module.prompt_clean = pipeline_wan.prompt_clean
     pipeline.scheduler = UniPCMultistepScheduler.from_config(
         pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(100))
     )
@@ -136,6 +137,22 @@ def set_guider(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
     pipeline.guider = ClassifierFreeGuidance(guidance_scale=call.pop("guidance_scale"))
 
 
+def keep_image_size(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
+    """Generate at the size of the source image; the pipeline has no arguments for the size."""
+    size = call.pop("height"), call.pop("width")
+    pipeline.video_processor.calculate_default_height_width = lambda **_: size
+    set_guider(pipeline, call)
+
+
+def draw_given_noise(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
+    """Add the noise to the source video; `latents` would replace both; skip a fifth."""
+    noise = call.pop("latents")
+    sys.modules[type(pipeline).__module__].randn_tensor = lambda *_, **__: noise
+    call["num_inference_steps"] = STEPS * 5 // 4
+    assert int(0.8 * call["num_inference_steps"]) == STEPS
+    del call["num_frames"]
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
@@ -146,7 +163,7 @@ class Family:
     frames: int = 1
     wide: int = 48  # width of images that are not square, in pixels
     one_prompt: bool = False  # the stock pipeline takes one prompt at a time, or mixes several
-    num_sources: int = 0  # source images per prompt, at most two
+    num_sources: int = 0  # source images per prompt: at most two, or the frames of a video
     experts: bool = False  # the pipeline has two transformers
     image_pipeline: type[DiffusionPipeline] | None = None  # stock pipeline for source images
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of the stock pipeline
@@ -210,7 +227,9 @@ class Family:
         if any(images):
             side = (size if self.frames > 1 else SOURCE)[1::-1]
             call["image"] = [resize_and_crop(each, *side) for row in images for each in row]
-            if self.frames > 1:
+            if self.num_sources > 2:
+                call["video"] = call.pop("image")
+            elif self.frames > 1:
                 [call["image"]] = call["image"]
             if self.image_pipeline is not None:
                 pipeline = self.image_pipeline.from_pipe(pipeline)
@@ -227,9 +246,8 @@ class Family:
             call["num_frames"] = size.frames
         call |= {"latents": self.pack(noise), "height": size.height, "width": size.width}
         self.adjust(pipeline, call)
-        generated = pipeline(
-            prompt=list(prompts), num_inference_steps=STEPS, output_type="pt", **call
-        )[0]
+        call.setdefault("num_inference_steps", STEPS)
+        generated = pipeline(prompt=list(prompts), output_type="pt", **call)[0]
         if generated.shape[1] == 4:  # composite RGBA onto white
             generated = generated[:, :3] * generated[:, 3:] + 1 - generated[:, 3:]
         return generated[:, 0] if generated.ndim == 5 and size.frames == 1 else generated
@@ -320,11 +338,30 @@ FAMILIES = [
         patch=first_order,
     ),
     Family(
+        "wan_v2v",
+        5.0,
+        frames=5,
+        one_prompt=True,
+        num_sources=5,
+        patch=first_order,
+        adjust=draw_given_noise,
+    ),
+    Family(
         "hunyuan_video15",
         6.0,
         frames=5,
         patch=shorten_padding,
         adjust=set_guider,
+        unused_layers=TEXT_QUERIES,
+    ),
+    Family(
+        "hunyuan_video15_i2v",
+        6.0,
+        frames=5,
+        one_prompt=True,
+        num_sources=1,
+        patch=shorten_padding,
+        adjust=keep_image_size,
         unused_layers=TEXT_QUERIES,
     ),
     Family(
@@ -418,7 +455,8 @@ def generate_ode(
     """Generate with our ODE sampler."""
     adapter = at_size(adapter, size)
     if images is None:
-        images = [make_images(p, min(2, adapter.num_source_images[-1])) for p in prompts]
+        count = size.frames if adapter.source_is_video else min(2, adapter.num_source_images[-1])
+        images = [make_images(p, count) for p in prompts]
     conditioning = adapter.encode(prompts, negative if adapter.is_guided(scale) else None, images)
     dynamics = Dynamics(adapter.schedule(STEPS, *size), guidance_scale=scale)
     sampled = Denoiser(adapter, adapter.transformer, dynamics).sample(noise, conditioning)

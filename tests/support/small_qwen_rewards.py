@@ -96,7 +96,7 @@ def template(name: str, prompt: str) -> str:
 
 
 def image_patches(image: Image.Image, size: tuple[int, int]) -> SimpleNamespace:
-    """Resize an image, and process it with the class of transformers."""
+    """Resize an image, and process it with transformers' class."""
     resized = image.convert("RGB").resize(size, Image.BICUBIC)
     processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=10**8)
     found = processor(images=[resized], return_tensors="pt")

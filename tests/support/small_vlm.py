@@ -16,6 +16,9 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vImageProcessorPil,
     GotOcr2ImageProcessorPil,
     InternVLConfig,
     InternVLForConditionalGeneration,
@@ -93,6 +96,7 @@ FAMILIES = {
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "internvl": (InternVLConfig, InternVLForConditionalGeneration),
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
 }
 OLD_LAYOUT = ("qwen2_vl", "qwen2_5_vl")  # published in another layout than transformers saves
 
@@ -146,6 +150,13 @@ def config_fields(family: str, wide: bool = False) -> dict[str, Any]:
     text, token_ids = {**text, "rope_parameters": rope}, TOKEN_IDS
     if family == "internvl":
         return INTERNVL
+    if family == "glm4v":
+        rope["partial_rotary_factor"] = 1.0
+        starts = {f"{kind}_start_token_id": START for kind in ("image", "video")}
+        ends = {f"{kind}_end_token_id": END for kind in ("image", "video")}
+        vision = {**vision_base, "image_size": 32, "intermediate_size": 48}
+        token_ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, **starts, **ends}
+        return {"text_config": text, "vision_config": vision, **token_ids}
     if family.startswith("qwen3"):
         rope["mrope_interleaved"] = True
         vision = {**vision_base, "num_position_embeddings": 16}
@@ -202,6 +213,11 @@ def build_image_processor(
     half = [0.5, 0.5, 0.5]
     if family == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=6)
+    if family == "glm4v":  # its limits count two frames
+        limits = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
+        return Glm4vImageProcessorPil(
+            patch_size=8, merge_size=2, size=limits, image_mean=half, image_std=half
+        )
     return Qwen2VLImageProcessorPil(
         patch_size=8,
         merge_size=2,

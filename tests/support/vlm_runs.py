@@ -73,7 +73,13 @@ def in_float64() -> Iterator[None]:
 
         return call
 
+    grid_sample = functional.grid_sample
+
+    def sample_in_float64(values: Tensor, grid: Tensor, **settings: Any) -> Tensor:
+        return grid_sample(values, grid.to(values.dtype), **settings)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "grid_sample", sample_in_float64)  # GLM's grid is in float32
         patch.setattr(Tensor, "to", keep_float64(Tensor.to))
         patch.setattr(Tensor, "float", lambda tensor: tensor.to(torch.float32))
         patch.setattr(functional, "softmax", keep_float64(functional.softmax))

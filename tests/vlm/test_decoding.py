@@ -10,10 +10,14 @@ import small_vlm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from flow_grpo.data.seeding import sample_generators
+from flow_grpo.perf import compile_utils
 from flow_grpo.perf.lora import disable_lora, lora_layers
-from flow_grpo.vlm import attention, sampling
+from flow_grpo.perf.quantization import quantize_linears
+from flow_grpo.vlm import attention, fused_layer, sampling
 from flow_grpo.vlm.attention import rotary_modules, single_query_attention
 from flow_grpo.vlm.decoding import (
     COLUMN_MULTIPLE,
@@ -23,12 +27,15 @@ from flow_grpo.vlm.decoding import (
     can_capture_graphs,
     sample_tokens,
 )
+from flow_grpo.vlm.fused_layer import FusedDecoder
 from flow_grpo.vlm.network import Float32OutputMatmul, PolicyModel, fuse_rms_norms
 from flow_grpo.vlm.packing import Response, pack_responses
 from flow_grpo.vlm.policy import VlmPolicy
+from flow_grpo.vlm.prompts import EncodedPrompt
 from flow_grpo.vlm.sampling import Sampler
 
 SETTINGS = {"max_new_tokens": 24, "stop": [small_vlm.EOS, *range(20, 26)], "pad": small_vlm.PAD}
+VLMS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ROWS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -170,7 +177,11 @@ def test_half_precision_samples_with_merged_lora(family, prompts, dtype):
 
 
 def test_sibling_projections_are_fused_in_half_precision(family, prompts, monkeypatch):
-    """Fused projections use the merged weights, and the model is restored after sampling."""
+    """Fused projections use the merged weights, and the model is restored after sampling.
+
+    They serve the layers that have no compiled form.
+    """
+    monkeypatch.setattr(fused_layer, "LAYER_CLASSES", set())
     policy = VlmPolicy(small_vlm.build(family), processors=[], compute_dtype=torch.bfloat16)
     for layer in lora_layers(policy.model):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
@@ -196,6 +207,74 @@ def test_sibling_projections_are_fused_in_half_precision(family, prompts, monkey
     assert not any("forward" in vars(module) for module in lora_layers(policy.model))
 
 
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, *VLMS])
+def test_fused_decoder_layers_equal_those_of_transformers(kind):
+    """Both decode the same tokens in float32, with LoRA, and layers are restored afterwards."""
+    torch.manual_seed(0)
+    if isinstance(kind, str):
+        model = small_vlm.build(kind)
+    else:
+        config = kind.config_class(**small_vlm.TEXT)
+        model = kind(config).eval()
+    policy = VlmPolicy(model, processors=[])
+    for layer in lora_layers(policy.model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    axes = policy.network.family.axes
+    prompts = [
+        EncodedPrompt(torch.arange(20, 20 + n), torch.arange(n).expand(axes, -1), n)
+        for n in (3, 5, 9)
+    ]
+    theirs = Sampler(policy.network, **SETTINGS).sample(prompts, ROWS, generators(ROWS))
+    sampler = Sampler(policy.network, **SETTINGS)
+    decoder = policy.model.get_decoder()
+    decoder.layers[0].forward = before = partial(decoder.layers[0].forward)  # as if compiled
+    fused = sampler.eager_step.fused_decoder = FusedDecoder(decoder, torch.float32)
+    assert len(fused.layers) == len(decoder.layers)
+    ours = sampler.sample(prompts, ROWS, generators(ROWS))
+    for i, tokens in enumerate(theirs.tokens):
+        assert torch.equal(ours.tokens[i], tokens)
+        torch.testing.assert_close(ours.log_probs[i], theirs.log_probs[i], rtol=0, atol=1e-4)
+    assert decoder.layers[0].forward is before
+    assert "forward" not in vars(decoder.layers[1])
+
+
+def test_decoder_layers_that_are_not_fused():
+    """Layers with other biases, quantized weights, and weights that need no copy."""
+    config = LlamaForCausalLM.config_class(**small_vlm.TEXT, attention_bias=True)
+    biased = VlmPolicy(LlamaForCausalLM(config), processors=[]).model.get_decoder()
+    plain = LlamaForCausalLM(LlamaForCausalLM.config_class(**small_vlm.TEXT)).model
+    assert not FusedDecoder(biased, torch.bfloat16).layers
+    assert not FusedDecoder(plain, torch.float32).layers
+    assert FusedDecoder(plain, torch.bfloat16).layers
+    quantize_linears([plain], "nf4", torch.device("cpu"))
+    assert not FusedDecoder(plain, torch.bfloat16).layers
+
+
+def test_compiled_training_shares_code_between_layers(monkeypatch):
+    """Layers are equal functions to the compiler, and ratios are exactly 1."""
+    monkeypatch.setattr(compile_utils, "missing_compile_dependency", str)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    outputs = []
+    for is_compiled in (False, True):
+        model = small_vlm.build("qwen2_5_vl").to(torch.bfloat16)
+        settings = {"compute_dtype": torch.bfloat16, "compiled": is_compiled}
+        policy = VlmPolicy(model, processors=[], **settings)
+        prompt = EncodedPrompt(torch.arange(20, 25), torch.arange(5).expand(3, -1), 5)
+        responses = [Response(0, prompt, torch.arange(20, 20 + n)) for n in (3, 5)]
+        batch = pack_responses(responses, small_vlm.PAD)
+        log_probs = policy.forward_tokens(batch)["log_probs"]
+        log_probs.sum().backward()
+        old = policy.forward_tokens_no_grad(batch)["log_probs"]
+        assert torch.equal(old, log_probs)
+        assert not old.requires_grad
+        outputs.append([log_probs.detach(), *(p.grad for p in policy.parameters())])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(policy.model.get_decoder().layers) > 1
+    assert all(map(torch.equal, *outputs))
+
+
 def test_unmergeable_lora_is_applied_in_sampling(family, prompts):
     """LoRA with dropout cannot be merged."""
     model = small_vlm.build(family)
@@ -213,7 +292,7 @@ def test_unmergeable_lora_is_applied_in_sampling(family, prompts):
 
 
 def test_single_query_attention_is_restored_after_an_error(family, monkeypatch):
-    monkeypatch.setattr(attention, "compile_or_eager", partial)
+    monkeypatch.setattr(attention, "compile_once", partial)
     decoder = PolicyModel(small_vlm.build(family)).model.get_decoder()
     files, original = rotary_modules(decoder), decoder.config._attn_implementation
     assert files

@@ -9,6 +9,7 @@ from flow_grpo.diffusion import fields as diffusion_fields
 from flow_grpo.diffusion.config_checks import check_config as check_diffusion_config
 from flow_grpo.diffusion.config_loading import load_run_config
 from flow_grpo.vlm import fields
+from flow_grpo.vlm.builders import load_checked_processors
 from flow_grpo.vlm.config_checks import check_config
 
 
@@ -32,6 +33,9 @@ def test_rewards_must_score_text():
         ("clip", (0.2, 0.28, "token")),
         ("gspo", (3e-4, 4e-4, "sequence")),
         ("cispo", (0.2, 0.2, "token")),
+        ("sapo", (None, None, "sequence")),
+        ("drpo", (None, None, "token")),
+        ("cppo", (None, None, "token")),
     ],
 )
 def test_unset_settings_get_the_defaults_of_the_loss(loss, defaults):
@@ -41,6 +45,34 @@ def test_unset_settings_get_the_defaults_of_the_loss(loss, defaults):
         config.train.clip_high = 0.28
     train = check_config(config).train
     assert (train.clip_low, train.clip_high, train.aggregation) == defaults
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "dual_clip"])
+def test_losses_without_a_clip_range_reject_its_settings(name):
+    config = fields.get_config()
+    config.train.loss = "sapo"
+    config.train[name] = 0.3
+    with raises_user_error("does not clip", field=f"train.{name}", value=0.3):
+        check_config(config)
+
+
+@pytest.mark.parametrize("kind", ["text", "file"])
+def test_the_chat_template_of_a_config_replaces_that_of_the_model(tmp_path, kind):
+    template = "{% for m in messages %}({{ m['content'][0]['text'] }}){% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    config = fields.get_config()
+    config.pretrained.model = str(small_vlm.save(tmp_path / "model"))
+    config.chat_template = template if kind == "text" else str(tmp_path / "chat.jinja")
+    tokenizer, _ = load_checked_processors(check_config(config), [])
+    turns = [{"role": "user", "content": [{"type": "text", "text": "A?"}]}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "(A?)"
+    (tmp_path / "chat.jinja").write_text("no template", encoding="utf-8")
+    config.chat_template = str(tmp_path / "chat.jinja")
+    with raises_user_error("without a Jinja template", field="chat_template"):
+        check_config(config)
+    config.chat_template = "/proc/self/mem"  # a regular file whose first bytes cannot be read
+    with raises_user_error("cannot be read", field="chat_template"):
+        check_config(config)
 
 
 def test_a_config_of_the_other_trainer_is_rejected(tmp_path):

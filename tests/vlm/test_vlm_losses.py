@@ -32,12 +32,16 @@ from flow_grpo.vlm.losses.base import (
     token_weights,
     value_loss,
 )
+from flow_grpo.vlm.losses.cppo import masked_quantile
 
 LENGTHS = torch.tensor([5, 2, 4, 1])
 MASK = torch.arange(5) < LENGTHS[:, None]
 COUNTS = UpdateCounts(tokens=float(LENGTHS.sum()), responses=4.0)
 ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4], [-2.0]], dtype=torch.float64)
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "clamp_log_ratios": True}
+TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
+PREFIX = {"cppo_delta": 0.02, "cppo_min_weight": 0.8, "cppo_budget": 0.002}
+OWN = {**TAU, "drpo_epsilon": 0.05, **PREFIX}
 
 
 def numbers(seed: int, scale: float) -> Tensor:
@@ -54,7 +58,7 @@ DUAL = 1.5
 
 
 def policy_loss(kind: str, *tensors: Tensor, **settings: float) -> PolicyLoss:
-    settings = {"dual_clip": 0.0, **CLIP, **settings}
+    settings = {"dual_clip": 0.0, **CLIP, **OWN, **settings}
     return build_loss(kind, SimpleNamespace(**settings)).per_token(*tensors)
 
 
@@ -83,7 +87,10 @@ def finite_differences(function, at: Tensor, step: float = 1e-6) -> Tensor:
 @pytest.mark.parametrize("kl", ["", *KL_ESTIMATORS])
 @pytest.mark.parametrize(
     ("kind", "dual"),
-    [("clip", 0.0), ("clip", DUAL), ("gspo", 0.0), ("gspo", DUAL), ("cispo", 0.0)],
+    [
+        *[("clip", 0.0), ("clip", DUAL), ("gspo", 0.0), ("gspo", DUAL), ("cispo", 0.0)],
+        *[("sapo", 0.0), ("drpo", 0.0), ("cppo", 0.0)],
+    ],
 )
 def test_gradients_equal_finite_differences(kind, dual, kl, aggregation):
     """The weights of cispo are constants by definition."""
@@ -109,8 +116,11 @@ def test_gradients_equal_finite_differences(kind, dual, kl, aggregation):
 
 def clipped_tokens(kind: str, dual: float) -> list[Tensor]:
     """Masks of tokens without gradient: above and below the clip range, beyond the dual clip."""
-    if kind == "cispo":
+    if kind in ("cispo", "sapo", "drpo"):
         return []
+    if kind == "cppo":
+        found = policy_loss(kind, NEW, OLD, ADVANTAGES, MASK)
+        return [found.clipped_low, found.clipped_high]
     log_ratio = torch.where(MASK, NEW - OLD, 0.0)
     if kind == "gspo":
         log_ratio = (log_ratio.sum(1) / LENGTHS)[:, None].expand_as(MASK)
@@ -153,6 +163,91 @@ def test_cispo_reports_clipped_tokens():
     assert found.clipped_high.tolist() == [[False, False, False, True]]
     at_the_edge = policy_loss("cispo", old, old, old, mask, clip_low=0.0, clip_high=0.0)
     assert not (at_the_edge.clipped_low | at_the_edge.clipped_high).any()
+
+
+def one_row(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def test_sapo_by_hand():
+    """Compute 4 / tau sigmoid(tau (r - 1)) at r = 1.5, 1 and 0.5; tau is 1, or 1.5 for A < 0."""
+    old, new = one_row(0.4, 0.4, 0.4), one_row(0.6, 0.4, 0.2)
+    mask = torch.ones_like(old, dtype=torch.bool)
+    up, down = torch.tensor([[2.0]]), torch.tensor([[-1.0]])
+    loss = policy_loss("sapo", new, old, up, mask).loss[0]
+    assert loss.tolist() == pytest.approx([-4.979674649, -4.0, -3.020325351], abs=1e-8)
+    found = policy_loss("sapo", new, old, down, mask)
+    assert found.loss[0].tolist() == pytest.approx([1.811143198, 4 / 3, 0.855523469], abs=1e-8)
+    assert found.ratio[0].tolist() == pytest.approx([1.5, 1.0, 0.5])
+    assert not (found.clipped_low | found.clipped_high).any()
+
+
+def test_sapo_and_clip_have_the_same_gradient_on_policy():
+    for kind in ("sapo", "clip", "drpo", "cppo"):
+        new = OLD.clone().requires_grad_()
+        policy_loss(kind, new, OLD, ADVANTAGES, MASK).loss.sum().backward()
+        assert torch.allclose(new.grad, -ADVANTAGES * MASK, atol=1e-12), kind
+
+
+def test_drpo_by_hand():
+    """Compute -A r + |A| p_old (r - 1)^2 / (2 epsilon) with epsilon 0.15."""
+    old, new = one_row(0.4, 0.4, 0.5), one_row(0.6, 0.4, 0.25)
+    mask = torch.ones_like(old, dtype=torch.bool)
+    for advantage, expected in ((2.0, [-7 / 3, -2.0, -1 / 6]), (-1.0, [11 / 6, 1.0, 11 / 12])):
+        credit = torch.tensor([[advantage]], dtype=torch.float64)
+        at = new.clone().requires_grad_()
+        found = policy_loss("drpo", at, old, credit, mask, drpo_epsilon=0.15)
+        assert found.loss[0].tolist() == pytest.approx(expected)
+        # the weight of the gradient, 1 - sign(A (r - 1)) |p - p_old| / epsilon
+        found.loss.sum().backward()
+        sign = 1 if advantage > 0 else -1
+        weights = [1 - sign * 0.2 / 0.15, 1, 1 + sign * 0.25 / 0.15]
+        ratios = [1.5, 1, 0.5]
+        slopes = [-advantage * r * w for r, w in zip(ratios, weights, strict=True)]
+        assert at.grad[0].tolist() == pytest.approx(slopes)
+        assert found.clipped_high.tolist() == [[True, False, False]]
+        assert found.clipped_low.tolist() == [[False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "dropped"),
+    [
+        # changes .3, 0, .4: the first exceeds delta, the third the rest of the budget
+        ([0.8, 0.5, 0.9], [True, False, True]),
+        # changes of .15: the second is .135 weighted, but only .2 + .04 - .15 = .09 is left
+        ([0.65, 0.65, 0.65], [False, True, True]),
+        # changes of .01: below the budget
+        ([0.51, 0.51, 0.51], [False, False, False]),
+        # changes .17, .01, .01: .2 + .04 - .17 = .07 is left, then .2 + .076 - .179
+        ([0.67, 0.51, 0.51], [False, False, False]),
+        # one token
+        ([0.71], [True]),
+    ],
+)
+def test_cppo_by_hand(probabilities, dropped):
+    """Use p_old = .5 and weights 1, .9 and .8; the fourth token is padding."""
+    count = len(probabilities)
+    mask = torch.tensor([[True] * count + [False]])
+    new, old = one_row(*probabilities, 0.9), one_row(*[0.5] * count, 0.1)
+    region = {"cppo_delta": 0.2, "cppo_budget": 0.02}
+    found = policy_loss("cppo", new, old, torch.ones(1, 1), mask, **region)
+    kept = [0.0 if drop else -2 * p for p, drop in zip(probabilities, dropped, strict=True)]
+    assert found.loss[0, :count].tolist() == pytest.approx(kept)
+    assert found.clipped_high.tolist() == [[*dropped, False]]
+    back = policy_loss(
+        "cppo", new, old, -torch.ones(1, 1), mask, **region
+    )  # towards the old policy
+    assert back.loss[0, :count].tolist() == pytest.approx([2 * p for p in probabilities])
+    assert not (back.clipped_low | back.clipped_high).any()
+
+
+def test_cppo_budget_is_the_limited_quantile_of_the_changes():
+    """The quantile equals numpy's linear interpolation, per row without padding."""
+    quantiles = masked_quantile(NEW, MASK, 0.9)
+    for row, length in enumerate(LENGTHS):
+        expected = np.quantile(NEW[row, :length].numpy(), 0.9)
+        assert quantiles[row].item() == pytest.approx(expected)
+    assert masked_quantile(NEW, torch.zeros_like(MASK), 0.9).tolist() == [[0.0]] * 4
 
 
 def test_gspo_ratio_is_the_geometric_mean_of_a_response():

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle
 from typing import Any
@@ -21,6 +22,7 @@ from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.quantization import QuantizedLinear
 from flow_grpo.untrusted_files import flatten_fields
 from flow_grpo.vlm import fields, presets
+from flow_grpo.vlm.adaptive_kl import current_kl_weight, next_kl_weight, update_kl_weight
 from flow_grpo.vlm.advantages import ResponseTensors
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
@@ -109,7 +111,7 @@ def test_evaluation_uses_the_ema_weights(run):
 )
 def test_every_loss_trains(run, loss, aggregation):
     fields = {"train.loss": loss, "train.aggregation": aggregation}
-    fields |= {"train.dual_clip": 0.0 if loss == "cispo" else 3.0}
+    fields |= {"train.dual_clip": 3.0 if loss in ("clip", "gspo") else 0.0}
     fields |= {"train.recompute_old": True, "train.beta": 0.01, "num_epochs": 1}
     fields |= {"train.tokens_per_batch": 60, "train.gradient_checkpointing": True}
     line = vlm_runs.read_metrics(run(**fields))[-1]
@@ -281,6 +283,94 @@ def test_a_run_without_advantages_ends_once_all_questions_were_drawn(run, refill
     assert session.progress.kept  # a final checkpoint was written
 
 
+def scored_rollout(**scores: list[float]) -> Rollout:
+    """Return an epoch of three groups of two samples."""
+    plan = VlmBatchPlan(1, 3, 2, 1, 1, 8)
+    return Rollout(plan, np.arange(3), scores={name: np.array(own) for name, own in scores.items()})
+
+
+def test_groups_are_filtered_by_the_mean_of_a_reward():
+    """The bounds are exclusive, failed samples are ignored, and groups stay excluded."""
+    rollout = scored_rollout(mine=[0.1, 0.3, 0.5, math.nan, math.nan, math.nan])
+    rollout.keep_groups_within("mine", 0.15, 0.5)
+    assert rollout.is_trained.tolist() == [True, True, False, False, False, False]
+    rollout.keep_groups_within("mine", 0.0, 1.0)
+    assert rollout.is_trained.tolist() == [True, True, False, False, False, False]
+    rollout.keep_groups_within("mine", 0.2, 1.0)
+    assert not rollout.is_trained.any()
+
+
+def test_filtered_groups_are_refilled_and_not_trained(run, trained):
+    """Half of the rewards are constant; means of the others are below 0.3."""
+    fields = {"reward": "constant_for_some", "sample.questions_per_epoch": 2, "train.beta": 0.01}
+    fields |= {"sample.refills": 1, "sample.filter_reward": "avg", "sample.filter_high": 1e-6}
+    fields |= {"sample.filter_low": 0.0}
+    line = vlm_runs.read_metrics(run(num_epochs=1, **fields))[-1]
+    assert not trained
+    assert line["answer/refilled"] == 2
+    assert "train/loss" not in line
+
+
+def test_truncated_responses_are_scored_but_not_trained(run, trained):
+    """Tokens of truncated responses are not counted either."""
+    fields = {"train.mask_truncated": True, "sample.max_new_tokens": 12, "num_epochs": 1}
+    line = vlm_runs.read_metrics(run(**fields))[-1]
+    cut_off = round(line["answer/cut_off"] * 16)
+    assert 0 < cut_off < 16
+    masks = [mask for _, batch, _ in trained for mask in batch.mask]
+    assert 0 < len(masks) <= 16 - cut_off
+    assert all(mask.sum() <= 12 for mask in masks)
+    assert sum(counts.responses for counts in {id(c): c for *_, c in trained}.values()) == (
+        16 - cut_off
+    )
+
+
+def test_an_epoch_of_truncated_responses_makes_no_update_and_does_not_end_the_run(run, caplog):
+    fields = {"train.mask_truncated": True, "sample.max_new_tokens": 1, "num_epochs": 2}
+    with caplog.at_level("INFO", logger="flow_grpo"):
+        session = run(**fields, **{"sample.questions_per_epoch": 8})
+    assert session.progress.step == 0
+    assert vlm_runs.read_metrics(session)[-1]["epoch"] == 2
+    assert "has a zero advantage or is truncated" in caplog.text
+
+
+def test_next_kl_weight_by_hand():
+    """The relative error of the KL is limited to 20 %."""
+    rule = {"target": 0.1, "horizon": 1000.0, "samples": 100}
+    for kl, expected in [(0.11, 2.02), (0.5, 2.04), (0.095, 1.99), (-1.0, 1.96), (0.1, 2.0)]:
+        assert next_kl_weight(2.0, kl, **rule) == pytest.approx(expected)
+    for kl in (math.nan, math.inf):
+        assert next_kl_weight(2.0, kl, **rule) == 2.0
+    # a short horizon does not make the weight negative
+    assert next_kl_weight(2.0, 0.0, **{**rule, "horizon": 1.0}) == pytest.approx(1.6)
+
+
+def test_the_adapted_kl_weight_restarts_if_beta_changes():
+    train, state = fields.VlmTrainConfig(beta=0.5, kl_target=0.1), {}
+    update_kl_weight(train, state, {"train/kl": 1.0}, samples=10_000)
+    assert current_kl_weight(train, state) == pytest.approx(0.6)
+    assert current_kl_weight(replace(train, beta=0.2), state) == 0.2
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_the_kl_weight_adapts_and_is_resumed(run, kl_in):
+    """A resumed run continues with the adapted weight of an uninterrupted run."""
+    fields = {"train.beta": 0.5, "train.kl_in": kl_in, "train.kl_target": 1e-4}
+    fields |= {"train.kl_horizon": 16.0, "train.learning_rate": 0.01, "state_freq": 1}
+    whole = vlm_runs.read_metrics(run(num_epochs=3, **fields, run_name="whole"))
+    weights = [line["train/kl_weight"] for line in whole if "train/kl_weight" in line]
+    steps = [line["train/kl"] for line in whole if "train/kl" in line]
+    assert weights[0] == 0.5
+    for before, after, kl in zip(weights, weights[1:], steps, strict=False):
+        error = min(max(kl / 1e-4 - 1, -0.2), 0.2)
+        assert after == pytest.approx(before * (1 + error))
+    assert len(set(weights)) == 3
+    run(num_epochs=2, **fields)
+    resumed = vlm_runs.read_metrics(run(num_epochs=3, **fields, resume="auto"))[-1]
+    assert resumed["train/kl_weight"] == weights[-1]
+    assert resumed["train/loss"] == whole[-1]["train/loss"]
+
+
 def test_refills_draw_new_questions_while_there_are_any():
     plan = VlmBatchPlan(
         1, questions=3, group_size=2, updates_per_pass=1, inner_epochs=1, max_batch_size=8
@@ -428,6 +518,19 @@ def test_batches_have_about_equal_sizes(samples, limit, size):
             "train.clip_high=0.3 must be at most",
         ),
         ({"train.loss": "cispo", "train.dual_clip": 3.0}, "train.dual_clip=3.0 is incompatible"),
+        ({"image_dir": "no/such"}, "image_dir='no/such' is not a directory"),
+        ({"chat_template": "none.jinja"}, "chat_template='none.jinja' is neither a file nor a"),
+        ({"response_turns": "all"}, "response_turns='all' "),
+        ({"train.kl_target": 0.1}, "train.kl_target=0.1 "),
+        (
+            {"sample.refills": 1, "sample.filter_reward": "other"},
+            "sample.filter_reward='other' is not a reward of the run; choose one of mine, avg",
+        ),
+        (
+            {"sample.refills": 1, "sample.filter_reward": "avg", "sample.filter_low": 1.0},
+            "sample.filter_low=1.0 must be below sample.filter_high=0.99",
+        ),
+        ({"sample.filter_reward": "avg"}, "sample.filter_reward='avg' "),
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels=9 must be at most max_pixels=4"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],

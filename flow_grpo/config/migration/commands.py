@@ -10,12 +10,15 @@ from typing import Any
 from flow_grpo.config.migration.counterparts import Project, parse_value
 from flow_grpo.config.migration.flow_grpo import FLOW_GRPO
 from flow_grpo.config.migration.lmm_r1 import LMM_R1
+from flow_grpo.config.migration.lmm_r1_sft import LMM_R1_SFT
 from flow_grpo.config.migration.projects import PROJECTS
 from flow_grpo.config.migration.trl import TRL
+from flow_grpo.config.migration.trl_offline import TRL_DPO, TRL_KTO, TRL_SFT
 from flow_grpo.errors import UserError
 
 MAX_FILE_BYTES = 2**20
-FLAG_PROJECTS = (LMM_R1, TRL)  # options are --name value; those of others are name=value
+# Their options are --name value; those of the others are name=value.
+FLAG_PROJECTS = (LMM_R1, TRL, TRL_SFT, TRL_DPO, TRL_KTO, LMM_R1_SFT)
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(\S*)")
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 # Options of accelerate launch and torchrun.
@@ -211,7 +214,9 @@ def _read_options(
 
 
 def _ends_command(word: str) -> bool:
-    """Return whether a word is a redirection or separator of the shell."""
+    """Return whether a word is a shell redirection or separator; a token <|...|> is neither."""
+    if word.startswith("<|"):
+        return False
     return word in ("&", "&&", "|", ";", ">", "2>&1", "||") or word[:1] in ("<", ">")
 
 

@@ -28,7 +28,6 @@ from flow_grpo.config.migration.counterparts import (
 
 MEMORY = "limits memory only; see sample.batch_size and train.tokens_per_batch"
 IN_RUN = "checkpoints are saved in the run directory, logdir/run_name"
-CONSTANT = "train.beta is constant"
 KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 MODEL = "worker.actor.model"
 ACTOR = "worker.actor"
@@ -44,6 +43,8 @@ BOXED = (
 )
 # Weights in examples/reward_function/math.py and r1v.py.
 FORMAT_WEIGHTS = {"math.py": 0.1, "r1v.py": 0.5}
+REWARD_NAMES = {"overall": "avg", "accuracy": "math_answer", "format": "answer_format"}
+CLIPPING = {"low": "train.clip_low", "high": "train.clip_high", "dual": "train.dual_clip"}
 
 KEYS = {
     "data.train_files": derived("dataset"),
@@ -53,14 +54,14 @@ KEYS = {
     "data.image_key": to("image_key"),
     "data.video_key": to("video_key"),
     "data.video_fps": to("video_fps"),
-    "data.image_dir": none("image paths are relative to the dataset's directory"),
+    "data.image_dir": to("image_dir"),
     "data.max_prompt_length": to("max_prompt_length"),
     "data.max_response_length": to("sample.max_new_tokens"),
     "data.rollout_batch_size": to("sample.questions_per_epoch"),
     "data.mini_rollout_batch_size": none("sample.refills=N samples replacement groups"),
     "data.val_batch_size": none(MEMORY),
     "data.format_prompt": derived("question_format"),
-    "data.override_chat_template": none("the model's chat template is used"),
+    "data.override_chat_template": to("chat_template"),
     "data.shuffle": none("each pass over the data is shuffled", True),
     "data.seed": to("seed"),
     "data.min_pixels": to("min_pixels"),
@@ -72,6 +73,7 @@ KEYS = {
         {
             "gae": "gae",
             "grpo": {"train.advantage": "grpo", "train.advantage_scale": "group"},
+            "grpo_passk": {"train.advantage": "grpo_passk", "train.advantage_scale": "group"},
             "reinforce_plus_plus": "reinforce_pp",
             "remax": "remax",
             "rloo": "rloo",
@@ -83,28 +85,35 @@ KEYS = {
     "algorithm.use_kl_loss": derived("train.kl_in"),
     "algorithm.kl_penalty": derived("train.kl"),
     "algorithm.kl_coef": derived("train.beta"),
-    "algorithm.kl_type": none(CONSTANT, "fixed"),
-    "algorithm.kl_horizon": none(CONSTANT),
-    "algorithm.kl_target": none(CONSTANT),
+    "algorithm.kl_type": derived("train.kl_target"),
+    "algorithm.kl_horizon": derived("train.kl_horizon"),
+    "algorithm.kl_target": derived("train.kl_target"),
     "algorithm.online_filtering": derived("sample.refills"),
-    "algorithm.filter_key": none("groups whose advantages are all 0 are replaced"),
-    "algorithm.filter_low": none("groups whose advantages are all 0 are replaced"),
-    "algorithm.filter_high": none("groups whose advantages are all 0 are replaced"),
+    "algorithm.filter_key": derived("sample.filter_reward"),
+    "algorithm.filter_low": derived("sample.filter_low"),
+    "algorithm.filter_high": derived("sample.filter_high"),
     f"{ACTOR}.global_batch_size": derived("train.updates_per_epoch"),
     f"{ACTOR}.max_grad_norm": to("train.max_grad_norm"),
-    f"{ACTOR}.clip_ratio_low": to("train.clip_low"),
-    f"{ACTOR}.clip_ratio_high": to("train.clip_high"),
-    f"{ACTOR}.clip_ratio_dual": to("train.dual_clip"),
+    f"{ACTOR}.clip_ratio_low": derived("train.clip_low"),
+    f"{ACTOR}.clip_ratio_high": derived("train.clip_high"),
+    f"{ACTOR}.clip_ratio_dual": derived("train.dual_clip"),
     f"{ACTOR}.loss_avg_mode": to("train.aggregation", {"token": "token", "seq": "sequence"}),
     f"{ACTOR}.loss_type": to(
-        "train.loss", {"default": "clip", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo"}
+        "train.loss",
+        {
+            "default": "clip",
+            "gspo": "gspo",
+            "gspo_token": "gspo",
+            "cispo": "cispo",
+            "sapo": "sapo",
+        },
     ),
     f"{ACTOR}.ppo_epochs": to("train.num_inner_epochs"),
     f"{ACTOR}.padding_free": none("sequences are packed", True),
     f"{ACTOR}.dynamic_batching": none("batches have train.tokens_per_batch tokens", True),
     f"{ACTOR}.use_torch_compile": none("see cuda_graphs, for rollouts", True),
-    f"{ACTOR}.tau_positive": none("the SAPO loss is not supported"),
-    f"{ACTOR}.tau_negative": none("the SAPO loss is not supported"),
+    f"{ACTOR}.tau_positive": derived("train.tau_positive"),
+    f"{ACTOR}.tau_negative": derived("train.tau_negative"),
     f"{MODEL}.model_path": to("pretrained.model"),
     f"{MODEL}.tokenizer_path": none("the model's own tokenizer is used"),
     f"{MODEL}.override_config": none("the model's own config is used"),
@@ -249,14 +258,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
 
 
 def _derive_update(given: Mapping[str, Any]) -> Settings:
-    """Return the settings of the KL penalty, updates, LoRA, Adam and vLLM."""
-    ours: Settings = {}
-    if given["algorithm.disable_kl"]:
-        ours["train.beta"] = 0.0
-    else:
-        ours["train.beta"] = given["algorithm.kl_coef"]
-        ours["train.kl"] = KL_ESTIMATORS.get(given["algorithm.kl_penalty"], "k3")
-        ours["train.kl_in"] = "loss" if given["algorithm.use_kl_loss"] else "reward"
+    """Return the settings of the loss, updates, LoRA, Adam and vLLM."""
+    ours = _derive_loss(given)
     updates = ratio(given, ["data.rollout_batch_size"], [f"{ACTOR}.global_batch_size"])
     if updates:
         ours["train.updates_per_epoch"] = updates
@@ -275,6 +278,35 @@ def _derive_update(given: Mapping[str, Any]) -> Settings:
                 ours[name] = given[theirs]
     if given.get("algorithm.online_filtering"):
         ours["sample.refills"] = int(value_of(given, "trainer.max_try_make_batch", 20))
+        key = given.get("algorithm.filter_key", "overall")
+        ours["sample.filter_reward"] = REWARD_NAMES.get(key, key)
+        for bound in ("filter_low", "filter_high"):
+            if f"algorithm.{bound}" in given:
+                ours[f"sample.{bound}"] = given[f"algorithm.{bound}"]
+    return ours
+
+
+def _derive_loss(given: Mapping[str, Any]) -> Settings:
+    """Return the settings of the policy loss that its type reads, and of the KL penalty."""
+    ours: Settings = {}
+    loss = given.get(f"{ACTOR}.loss_type")
+    unread = {"sapo": ("low", "high", "dual"), "cispo": ("dual",)}.get(loss, ())
+    for end, name in CLIPPING.items():
+        if end not in unread and f"{ACTOR}.clip_ratio_{end}" in given:
+            ours[name] = given[f"{ACTOR}.clip_ratio_{end}"]
+    if loss == "sapo":
+        for name in ("tau_positive", "tau_negative"):
+            if f"{ACTOR}.{name}" in given:
+                ours[f"train.{name}"] = given[f"{ACTOR}.{name}"]
+    if given["algorithm.disable_kl"]:
+        return {**ours, "train.beta": 0.0}
+    ours["train.beta"] = given["algorithm.kl_coef"]
+    ours["train.kl"] = KL_ESTIMATORS.get(given["algorithm.kl_penalty"], "k3")
+    ours["train.kl_in"] = "loss" if given["algorithm.use_kl_loss"] else "reward"
+    # the weight of a KL in the loss is constant: verl/trainer/ray_trainer.py, lines 634 to 640
+    if given.get("algorithm.kl_type") == "adaptive" and not given["algorithm.use_kl_loss"]:
+        ours["train.kl_target"] = value_of(given, "algorithm.kl_target", 0.1)
+        ours["train.kl_horizon"] = value_of(given, "algorithm.kl_horizon", 10_000.0)
     return ours
 
 

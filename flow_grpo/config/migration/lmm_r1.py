@@ -44,7 +44,7 @@ KEYS = {
     "label_key": to("answer_key"),
     "input_template": derived("question_format"),
     "apply_chat_template": none("the model's chat template is always applied", True, False),
-    "max_samples": none("all rows are used; provide a smaller file"),
+    "max_samples": to("max_samples"),
     "processor_kwargs": derived("max_pixels"),
     "limit_mm_per_prompt": none("images per prompt are not limited"),
     "prompt_max_len": to("max_prompt_length"),
@@ -96,13 +96,16 @@ KEYS = {
         },
     ),
     "no_advantage_std_norm": to("train.advantage_scale", {True: "none", False: {}}),
-    "normalize_reward": none("advantages are normalised, rewards are not", False),
+    "normalize_reward": none(
+        "standardises the scores of reward models by their statistics; advantages are normalised",
+        False,
+    ),
     "reward_clip_range": none("rewards are not clipped"),
     "init_kl_coef": to("train.beta"),
     "kl_estimator": derived("train.kl"),
     "use_kl_loss": derived("train.kl_in"),
-    "kl_target": none("train.beta is constant"),
-    "kl_horizon": none("train.beta is constant"),
+    "kl_target": to("train.kl_target"),
+    "kl_horizon": derived("train.kl_horizon"),
     "aux_loss_coef": none("a load-balancing loss is not supported", 0, 0.0),
     "entropy_loss_coef": none("an entropy bonus is not supported", 0, 0.0),
     "ptx_coef": none("a pretraining loss is not supported"),
@@ -207,8 +210,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
         "train.kl_in": "loss" if given.get("use_kl_loss") else "reward",
         "train.freeze_vision": "visual" in str(given.get("freeze_prefix")),
         "use_lora": value_of(given, "lora_rank") > 0,
-        **_derive_data(given),
-        **_derive_run(given),
+        **derive_data(given),
+        **derive_run(given),
     }
     if updates := ratio(
         given, ["rollout_batch_size", "n_samples_per_prompt"], ["train_batch_size"]
@@ -225,6 +228,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
         ours |= {"train.critic_warmup": warmup}
         if "critic_learning_rate" in given:
             ours["train.critic_learning_rate"] = given["critic_learning_rate"]
+    if given.get("kl_target"):
+        ours["train.kl_horizon"] = value_of(given, "kl_horizon", 10_000)
     if value_of(given, "vllm_num_engines") > 0:
         ours["sample.engine"] = "vllm"
         for theirs, name in {
@@ -236,7 +241,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
     return ours
 
 
-def _derive_data(given: Mapping[str, Any]) -> Settings:
+def derive_data(given: Mapping[str, Any]) -> Settings:
     """Return the settings of the dataset mixture, question format and image sizes."""
     ours: Settings = {}
     sets = [each for each in str(given.get("prompt_data") or "").split(",") if each]
@@ -254,7 +259,7 @@ def _derive_data(given: Mapping[str, Any]) -> Settings:
     return ours
 
 
-def _derive_run(given: Mapping[str, Any]) -> Settings:
+def derive_run(given: Mapping[str, Any]) -> Settings:
     """Return the run name and directory, the trackers and the number of GPUs."""
     ours: Settings = {}
     folder, name = os.path.split(str(given.get("save_path") or "").rstrip("/"))

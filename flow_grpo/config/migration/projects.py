@@ -21,11 +21,16 @@ from flow_grpo.config.migration.counterparts import (
 from flow_grpo.config.migration.easyr1 import EASYR1
 from flow_grpo.config.migration.flow_grpo import FLOW_GRPO
 from flow_grpo.config.migration.lmm_r1 import LMM_R1
+from flow_grpo.config.migration.lmm_r1_sft import LMM_R1_SFT
 from flow_grpo.config.migration.mm_grpo import MM_GRPO
 from flow_grpo.config.migration.trl import TRL
+from flow_grpo.config.migration.trl_offline import TRL_DPO, TRL_KTO, TRL_SFT
 from flow_grpo.config.migration.verl import VERL
 
-PROJECTS = (FLOW_GRPO, MM_GRPO, VERL, EASYR1, LMM_R1, TRL)
+PROJECTS = (
+    *(FLOW_GRPO, MM_GRPO, VERL, EASYR1, LMM_R1, TRL),
+    *(TRL_SFT, TRL_DPO, TRL_KTO, LMM_R1_SFT),  # on given responses
+)
 DIFFUSION_MARK = "algorithm"  # a setting that only diffusion training has
 LAUNCH_HINTS = {
     ZERO_STAGE: "choose the stage at the start: bash scripts/single_node/train_deepspeed.sh "

@@ -48,7 +48,7 @@ KEYS = {
     "num_iterations": to("train.num_inner_epochs"),
     "epsilon": derived("train.clip_low"),
     "epsilon_high": derived("train.clip_high"),
-    "delta": to("train.dual_clip"),
+    "delta": derived("train.dual_clip"),
     "importance_sampling_level": to("train.loss", {"token": {}, "sequence": "gspo"}),
     "reward_funcs": derived("reward_fn"),
     "reward_weights": derived("reward_fn"),
@@ -67,6 +67,7 @@ KEYS = {
             "bnpo": "token",
             "dr_grpo": "constant",
             "cispo": {"train.loss": "cispo", "train.aggregation": "token"},
+            "sapo": {"train.loss": "sapo", "train.aggregation": "sequence"},
         },
     ),
     "model_name_or_path": to("pretrained.model"),
@@ -107,7 +108,9 @@ KEYS = {
     "log_completions": none("log_images sets the number of completions saved per evaluation", True),
     "num_completions_to_print": to("log_images"),
     "max_tool_calling_iterations": none("with an environment, use sample.max_turns"),
-    "mask_truncated_completions": none("a truncated response is scored like any other", False),
+    "mask_truncated_completions": to("train.mask_truncated"),
+    "sapo_temperature_pos": derived("train.tau_positive"),
+    "sapo_temperature_neg": derived("train.tau_negative"),
     "remove_unused_columns": none("metadata_columns names the columns that rewards receive", False),
     "shuffle_dataset": none("each pass over the data is shuffled", True),
 }
@@ -117,7 +120,6 @@ GROUPS = {
     "entropy_*": NO_ENTROPY,
     "use_adaptive_entropy": NO_ENTROPY,
     "top_entropy_quantile": NO_ENTROPY,
-    "sapo_*": "the SAPO loss is not supported",
     "vespo_*": "the VESPO loss is not supported",
     "sync_ref_model": ADAPTIVE,
     "ref_model_*": ADAPTIVE,
@@ -172,8 +174,7 @@ REWARDS = {  # trl/scripts/grpo.py: reward_funcs_registry
 
 def derive(given: Mapping[str, Any]) -> Settings:
     """Compute our settings that depend on several options together, for one process."""
-    low = given["epsilon"]
-    ours: Settings = {"train.clip_low": low, "train.clip_high": given.get("epsilon_high") or low}
+    ours = _derive_loss(given)
     accumulation = value_of(given, "gradient_accumulation_steps", 1)
     steps = value_of(given, "steps_per_generation", accumulation)
     responses = value_of(given, "generation_batch_size") or (
@@ -202,6 +203,22 @@ def derive(given: Mapping[str, Any]) -> Settings:
     report = given.get("report_to")
     if report and report not in ("none", "all"):
         ours["log_with"] = report if isinstance(report, str) else ",".join(report)
+    return ours
+
+
+def _derive_loss(given: Mapping[str, Any]) -> Settings:
+    """Return the settings of the policy loss that its type reads."""
+    if given["loss_type"] == "sapo":
+        temperatures = {"pos": "train.tau_positive", "neg": "train.tau_negative"}
+        return {
+            name: given[f"sapo_temperature_{end}"]
+            for end, name in temperatures.items()
+            if f"sapo_temperature_{end}" in given
+        }
+    low = given["epsilon"]
+    ours: Settings = {"train.clip_low": low, "train.clip_high": given.get("epsilon_high") or low}
+    if given.get("delta") and given["loss_type"] != "cispo":
+        ours["train.dual_clip"] = given["delta"]
     return ours
 
 

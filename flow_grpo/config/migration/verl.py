@@ -26,9 +26,9 @@ from flow_grpo.config.migration.counterparts import (
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+KL = "algorithm.kl_ctrl"
 IN_RUN = "checkpoints are saved in the run directory, logdir/run_name"
 NO_RAY = "each process samples and trains on its own GPU; Ray is not used"
-CONSTANT = "train.beta is constant"
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
 }  # fmt: skip
@@ -133,9 +133,9 @@ KEYS = {
     "algorithm.use_kl_in_reward": derived("train.kl_in"),
     "algorithm.kl_penalty": derived("train.kl"),
     "algorithm.kl_ctrl.kl_coef": derived("train.beta"),
-    "algorithm.kl_ctrl.type": none(CONSTANT, "fixed"),
-    "algorithm.kl_ctrl.horizon": none(CONSTANT),
-    "algorithm.kl_ctrl.target_kl": none(CONSTANT),
+    "algorithm.kl_ctrl.type": derived("train.kl_target"),
+    "algorithm.kl_ctrl.horizon": derived("train.kl_horizon"),
+    "algorithm.kl_ctrl.target_kl": derived("train.kl_target"),
     f"{ACTOR}.ppo_mini_batch_size": derived("train.updates_per_epoch"),
     f"{ACTOR}.ppo_max_token_len_per_gpu": to("train.tokens_per_batch"),
     f"{ACTOR}.use_dynamic_bsz": none("batches have train.tokens_per_batch tokens", True),
@@ -256,8 +256,14 @@ def derive(given: Mapping[str, Any]) -> Settings:
     if place == "loss" or given["algorithm.use_kl_in_reward"]:
         estimator = KL_ESTIMATORS.get(str(given[kind]).rstrip("+"), "k3")
         ours |= {"train.beta": given[beta], "train.kl": estimator, "train.kl_in": place}
+    # the weight of a KL in the loss is constant
+    if ours["train.beta"] and place == "reward" and given.get(f"{KL}.type") == "adaptive":
+        ours["train.kl_target"] = value_of(given, f"{KL}.target_kl", 0.1)
+        ours["train.kl_horizon"] = value_of(given, f"{KL}.horizon", 10_000)
     if ours["use_lora"]:
         ours["train.freeze_vision"] = True
+    if (rows := value_of(given, "data.train_max_samples", -1)) > 0:
+        ours["max_samples"] = int(rows)
     if (rows := value_of(given, "data.val_max_samples", -1)) > 0:
         ours["eval_questions"] = int(rows)
     if given["algorithm.adv_estimator"] == "gae":

@@ -55,10 +55,14 @@ ADAPTERS: Registry[type[ModelAdapter]] = Registry(
         "QwenImageEditPlusPipeline": f"{__name__}.qwen_image_edit:QwenImageEditPlusAdapter",
         "ZImagePipeline": f"{__name__}.z_image:ZImageAdapter",
         "HunyuanVideo15Pipeline": f"{__name__}.hunyuan_video15:HunyuanVideo15Adapter",
+        "HunyuanVideo15ImageToVideoPipeline": (
+            f"{__name__}.hunyuan_video15_i2v:HunyuanVideo15ImageToVideoAdapter"
+        ),
         "LTX2Pipeline": f"{__name__}.ltx2:LTX2Adapter",
         "LTX2ImageToVideoPipeline": f"{__name__}.ltx2:LTX2Adapter",
         "WanPipeline": f"{__name__}.wan:WanAdapter",
         "WanImageToVideoPipeline": f"{__name__}.wan_i2v:WanImageToVideoAdapter",
+        "WanVideoToVideoPipeline": f"{__name__}.wan_v2v:WanVideoToVideoAdapter",
     },
 )
 GUIDANCE_2_FIELD = "sample.guidance_scale_2"
@@ -198,12 +202,12 @@ def check_model(
             hint="set sample.num_steps and sample.eval_num_steps to at least 2",
         )
     has_two = parts["pipeline"].get("boundary_ratio") is not None
-    if has_two and not alternates:  # ranks at different transformers would wait for each other
+    if has_two and not alternates:  # ranks running different transformers would deadlock
         raise UserError(
-            "has two transformers, which is incompatible with ZeRO-3 and FSDP",
+            "has two transformers, which is incompatible with ZeRO-3 and FSDP1",
             field="pretrained.model",
             value=model,
-            hint="use ZeRO-2 or DDP",
+            hint="use FSDP2, ZeRO-2 or DDP",
         )
     if (late := guidance.get(GUIDANCE_2_FIELD)) is not None and not (
         has_two and any(adapter.is_guided(g) for n, g in guidance.items() if n != GUIDANCE_2_FIELD)

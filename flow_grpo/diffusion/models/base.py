@@ -81,6 +81,7 @@ class ModelAdapter(ABC):
     encodes_images: ClassVar[bool] = True  # the VAE encodes images as latents of samples
     generates_audio: ClassVar[bool] = False  # `decode_audio` returns the sound of videos
     fps: ClassVar[float] = DEFAULT_FPS  # frames per second of videos
+    source_is_video: ClassVar[bool] = False  # source images are the frames of a source video
     masks_source_images: ClassVar[bool] = False  # prompts with and without them can be batched
     # Component: class that flow_grpo/diffusion/models/processors.py loads it with.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -254,6 +255,10 @@ class ModelAdapter(ABC):
         A tensor must broadcast to the latents.
         """
         return scale
+
+    def start_latents(self, noise: Tensor, conditioning: Conditioning, sigma: float) -> Tensor:
+        """Return the latents of the first step from noise, (B, ...), at its noise level `sigma`."""
+        return noise
 
     def finalize_latents(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
         """Postprocess the latents of the last step before they are decoded or trained on."""

@@ -54,7 +54,7 @@ class Experts(ModelMixin):
         self._offload = _WeightOffload(list(self.children()), device)
 
     def restore_offloaded(self) -> None:
-        """Move all weights to the device, to change, load or shard them; `offload_unused` ends."""
+        """Move all weights to the device, to change, load or shard them; undo `offload_unused`."""
         if self._offload is not None:
             self._offload.place([True, True])
             self._offload = None
@@ -81,7 +81,7 @@ class Experts(ModelMixin):
                 else:
                     unused = unused + 0 * out.sum()
             elif torch.is_grad_enabled():
-                # Give it a gradient of 0: DDP would wait for it otherwise, and the state of the
+                # Give it a gradient of 0: otherwise DDP would wait for it, and the state of the
                 # optimizer would depend on how samples are distributed.
                 trained = [p for p in part.parameters() if p.requires_grad]
                 unused = unused + 0 * sum(each.sum() for each in local_parts(trained))
@@ -98,7 +98,7 @@ class Experts(ModelMixin):
 def _select_rows(
     inputs: Mapping[str, Tensor | bool | None], index: Tensor
 ) -> dict[str, Tensor | bool | None]:
-    """Return the samples at `index`, a CPU tensor; the inputs as they are if these are all."""
+    """Return the samples at `index`, a CPU tensor; if these are all, return the inputs."""
     if len(index) == len(inputs["timestep"]):
         return dict(inputs)
     index = to_device(index, inputs["timestep"].device)

@@ -40,6 +40,7 @@ class HunyuanVideo15Adapter(ModelAdapter):
     masks_prompt_padding = True
     supports_cuda_graphs = False  # its forward selects tokens by their masks on the host
     fps = 24.0
+    reads_image_features = False
     lora_targets = [*ATTENTION_TARGETS, *mlp_targets("ff", "ff_context")]  # noqa: RUF012
     shared_inputs = ATTENTION_SHARED_INPUTS
 
@@ -75,10 +76,11 @@ class HunyuanVideo15Adapter(ModelAdapter):
 
     @property
     def unused_modules(self) -> str:
-        """Return a pattern of the image embedder and the last block's text layers: not used."""
+        """Return a pattern of the last block's text layers and an unused image embedder."""
         last = len(self.transformer.transformer_blocks) - 1
         text = rf"transformer_blocks\.{last}\.(attn\.to_add_out|ff_context)"
-        return rf"(image_embedder|{text})(\..*)?"
+        unused = text if self.reads_image_features else f"image_embedder|{text}"
+        return rf"({unused})(\..*)?"
 
     def encode_single(self, text: str, *images: Image.Image) -> Embedding:
         """Encode a prompt with Qwen2.5-VL, and the quoted text in it with ByT5.
@@ -113,7 +115,6 @@ class HunyuanVideo15Adapter(ModelAdapter):
         """Run the transformer on the latents, given latents and a mask of given frames."""
         embeds = inputs["embeds"]
         mask = torch.arange(embeds.shape[1]) < inputs["lengths"][:, None]
-        width = self.transformer.config.image_embed_dim
         return transformer(
             hidden_states=torch.cat([latents, self.given_latents(latents, inputs)], 1),
             timestep=timestep.to(latents.dtype),
@@ -121,9 +122,14 @@ class HunyuanVideo15Adapter(ModelAdapter):
             encoder_attention_mask=to_device(mask, latents.device),
             encoder_hidden_states_2=inputs["glyphs"],
             encoder_attention_mask_2=inputs["is_glyph"][..., 0].bool(),
-            image_embeds=embeds.new_zeros(len(embeds), 0, width),
+            image_embeds=self.image_features(inputs),
             return_dict=False,
         )[0]
+
+    def image_features(self, inputs: Inputs) -> Tensor:
+        """Return the features of source images, (B, 0, D): none."""
+        embeds = inputs["embeds"]
+        return embeds.new_zeros(len(embeds), 0, self.transformer.config.image_embed_dim)
 
     def given_latents(self, latents: Tensor, inputs: Inputs) -> Tensor:
         """Return the given latents and a mask of given frames, (B, C + 1, F, H, W): none."""

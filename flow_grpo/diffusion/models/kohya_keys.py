@@ -345,4 +345,5 @@ FAMILY_KEYS = {  # by pipeline class
     "ZImagePipeline": Z_IMAGE,
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": WAN,
+    "WanVideoToVideoPipeline": WAN,
 }

@@ -62,7 +62,7 @@ class LTX2Adapter(ModelAdapter):
     num_source_images = range(2)
     masks_source_images = True
     generates_audio = True
-    supports_cuda_graphs = False  # its forward returns two tensors, a graph one
+    supports_cuda_graphs = False  # its forward pass returns two tensors, graphs support one
     fps = 24.0  # the pipeline's default
     lora_targets = [  # noqa: RUF012
         *(f"{attention}.{name}" for attention in ATTENTIONS for name in (*QKV, "to_out.0")),

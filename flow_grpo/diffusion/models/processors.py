@@ -20,6 +20,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
     Qwen3VLProcessor,
+    SiglipImageProcessorPil,
     TokenizersBackend,
 )
 
@@ -30,7 +31,12 @@ TOKENIZERS: dict[str, type[PreTrainedTokenizerBase]] = {
     "PixtralProcessor": TokenizersBackend,
     "Qwen3VLProcessor": Qwen2Tokenizer,
 }
-SUPPORTED_PROCESSORS = (*TOKENIZERS, "Qwen2VLProcessor", "CLIPImageProcessor")
+# Image processors, with the class that does not need torchvision.
+IMAGE_PROCESSORS = {
+    "CLIPImageProcessor": CLIPImageProcessorPil,
+    "SiglipImageProcessor": SiglipImageProcessorPil,
+}
+SUPPORTED_PROCESSORS = (*TOKENIZERS, *IMAGE_PROCESSORS, "Qwen2VLProcessor")
 
 
 class TextProcessor(Qwen3VLProcessor):
@@ -76,8 +82,8 @@ def load_processor(kind: str, model: str, part: str) -> Any:
     if kind in TOKENIZERS:
         tokenizer = TOKENIZERS[kind].from_pretrained(model, subfolder=part)
         return TextProcessor(tokenizer) if kind == "Qwen3VLProcessor" else tokenizer
-    if kind == "CLIPImageProcessor":
-        return CLIPImageProcessorPil.from_pretrained(model, subfolder=part)
+    if kind in IMAGE_PROCESSORS:
+        return IMAGE_PROCESSORS[kind].from_pretrained(model, subfolder=part)
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(model, subfolder=part)
     tokenizer = Qwen2Tokenizer.from_pretrained(model, subfolder="tokenizer")
     return ImageTextProcessor(image_processor, tokenizer)

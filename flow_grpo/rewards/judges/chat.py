@@ -49,7 +49,7 @@ UNPARSED = "unparsed"  # extra value: 1 for a reply without a score, 0 for other
 
 @dataclass(kw_only=True, eq=False)
 class ChatJudge(Scorer):
-    """Asks a model about each image and parses its reply into a score.
+    """Judge that asks a model about each image and parses its reply into a score.
 
     Fields are the reward's options. `question` replaces the question of the `wording`; "{prompt}"
     is replaced by the prompt, and the reply must have the format that the wording asks for.

@@ -48,8 +48,8 @@ class EditScore(ChatJudge):
     Attributes:
         backbone: "qwen25vl" for EditScore-7B, -32B and -72B, whose messages label the images as
             <img1> and <img2>; "qwen3vl" for EditScore-Qwen3-VL.
-        passes: How many replies per request are averaged. They are sampled, as the authors do, with
-            temperature 0.7 and the seeds 42, 43, ...
+        passes: Number of replies per request that are averaged. As by the authors, they are sampled
+            with temperature 0.7 and the seeds 42, 43, ...
     """
 
     name = "editscore"

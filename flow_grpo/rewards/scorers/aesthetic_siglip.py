@@ -44,7 +44,7 @@ class SiglipAesthetic(nn.Module):
 
 @dataclass(kw_only=True, eq=False)
 class AestheticV25(ModelScorer):
-    """Aesthetic Predictor V2.5; it ignores the prompt. 5.5 and more is a high score."""
+    """Aesthetic Predictor V2.5; it ignores the prompt. Scores of at least 5.5 are high."""
 
     model: str = "google/siglip-so400m-patch14-384"
     head: str = ""  # local file, which its authors publish on GitHub only

@@ -35,7 +35,7 @@ class Clap(FrozenModel, Scorer):
         network = load_network(ClapModel, self.model, dtype=self.torch_dtype, kind=KIND)
         if network.config.audio_config.enable_fusion:
             raise UserError(
-                "fuses crops of long sound, which are random",
+                "fuses random crops of long sound",
                 field="model",
                 value=self.model,
                 hint="use a CLAP model without fusion, such as laion/larger_clap_general",

@@ -1,6 +1,6 @@
 """EditReward (arXiv 2509.26346): human preference for an edited image, its source and instruction.
 
-Qwen2.5-VL-7B, or MiMo-VL-7B, which has the same architecture. The model is called twice, with the
+The model is Qwen2.5-VL-7B, or MiMo-VL-7B of the same architecture. It is called twice, with the
 criteria of instruction following and of visual quality; each has its own head, of the shape of
 HPSv3's. The score is the mean of the two (TIGER-AI-Lab/EditReward:
 EditReward/model/qwen2_5_vl_trainer.py, EditReward/inference_edit.py).

@@ -18,10 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from flow_grpo.chat_templates import render_chat_template
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.frozen_model import FrozenModel
-from flow_grpo.rewards.loading import explain_load_errors, load_network
+from flow_grpo.rewards.loading import explain_load_errors, explain_template_errors, load_network
 from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
 
@@ -179,7 +180,7 @@ class GenEval2(FrozenModel, Scorer):
     def _preprocess(self, images: tuple[Image.Image, ...]) -> tuple[Tensor, Tensor]:
         """Return the patches of all images, (patches, values), and their grids, (N, 3).
 
-        An image that has several questions is prepared once.
+        An image that has several questions in the batch is prepared once for it.
         """
         distinct = {id(image): image.convert("RGB") for image in images}
         inputs = self.image_processor(images=[*distinct.values()], return_tensors="pt")
@@ -192,9 +193,7 @@ class GenEval2(FrozenModel, Scorer):
     def _render(self, text: str) -> str:
         """Return the chat with an image and a text, up to the start of the reply."""
         content = [{"type": "image"}, {"type": "text", "text": text}]
-        return self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        return render_chat_template(self.tokenizer, [{"role": "user", "content": content}])
 
     def _first_token(self, text: str) -> int:
         """Return the first token, as evaluation.py:92: of " 10" it is that of a space."""
@@ -203,11 +202,11 @@ class GenEval2(FrozenModel, Scorer):
     def _check_template(self, network: nn.Module) -> None:
         """Reject a chat template without an image, and an image token of another model."""
         token = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-        if (
-            not self.tokenizer.chat_template
-            or self._render("").count(IMAGE_TOKEN) != 1
-            or token != network.config.image_token_id
-        ):
+        rendered = ""
+        if self.tokenizer.chat_template:
+            with explain_template_errors("model", self.model):
+                rendered = self._render("")
+        if rendered.count(IMAGE_TOKEN) != 1 or token != network.config.image_token_id:
             raise UserError(
                 "has no chat template for images",
                 field="model",

@@ -1,8 +1,8 @@
 """HPSv3 (arXiv 2508.03789): human preference for an image given its prompt.
 
-Qwen2-VL-7B with the head 3584-1024-16-2, which returns the mean and the logarithm of the standard
-deviation of the preference; the score is the mean (MizzenAI/HPSv3: hpsv3/model/qwen2vl_trainer.py,
-hpsv3/inference.py and hpsv3/dataset/data_collator_qwen.py).
+The model is Qwen2-VL-7B with the head 3584-1024-16-2, which returns the mean and the logarithm of
+the standard deviation of the preference; the score is the mean (MizzenAI/HPSv3:
+hpsv3/model/qwen2vl_trainer.py, hpsv3/inference.py and hpsv3/dataset/data_collator_qwen.py).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): visual quality, motion quality, text alignment.
 
-Qwen2-VL-2B with a linear head without bias at one special token for each of the three
-(KwaiVGI/VideoAlign: trainer.py, inference.py, prompt_template.py, vision_process.py). The prompt is
-in the block of text alignment, the last one, so that it cannot affect the other two.
+The model is Qwen2-VL-2B with a linear head, without bias, at one special token for each of the
+three (KwaiVGI/VideoAlign: trainer.py, inference.py, prompt_template.py, vision_process.py). The
+prompt is in the last block, that of text alignment, so that it cannot affect the other two.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.frames import DEFAULT_FPS, WHOLE_VIDEO
 from flow_grpo.rewards.frozen_model import SCORE, Values
@@ -23,8 +24,8 @@ FPS = 2.0  # of the frames that are scored
 MIN_FRAMES, MAX_FRAMES = 4, 768
 MIN_TOKENS, MAX_TOKENS = 128, 256  # of a frame
 LORA_ALPHA = 128
-# Mean and standard deviation by which each dimension is normalized, of the published
-# model_config.json (`inference_config`).
+# Mean and standard deviation that normalize each dimension, from the published model_config.json
+# (`inference_config`).
 DIMENSIONS = {"vq": (3.6757, 2.2476), "mq": (1.1646, 1.3811), "ta": (2.8105, 2.5121)}
 OVERALL = "overall"
 
@@ -40,6 +41,7 @@ class VideoAlign(QwenVlRegression):
     processor: str = "Qwen/Qwen2-VL-2B-Instruct"
     batch_size: int = 4
     score: str = OVERALL
+    fps: float | None = None  # of the videos; None: as generated, and 16 on a reward server
 
     checkpoint = "a VideoReward checkpoint"
     files = ("model.safetensors", "model.pth", "checkpoint-11352/model.pth")
@@ -51,6 +53,8 @@ class VideoAlign(QwenVlRegression):
     def _check_options(self) -> None:
         super()._check_options()
         check_choice("score", self.score, (OVERALL, *DIMENSIONS))
+        if self.fps is not None and not (isinstance(self.fps, int | float) and 0 < self.fps < 1e6):
+            raise UserError("must be a positive number", field="fps", value=self.fps)
 
     def convert_weights(self, weights: Weights) -> Weights:
         prefix = "base_model.model."  # of PEFT
@@ -69,7 +73,7 @@ class VideoAlign(QwenVlRegression):
     def prepare_sample(self, sample: list[Image.Image], row: dict) -> list[Visual] | Failed:
         if len(sample) < self.patcher.temporal:
             return Failed(f"a video needs at least {self.patcher.temporal} frames")
-        fps = getattr(sample, "fps", DEFAULT_FPS)
+        fps = self.fps or getattr(sample, "fps", DEFAULT_FPS)
         chosen = [sample[i] for i in sampled_frames(len(sample), fps)]
         return [self.patcher.video(chosen, MIN_TOKENS, MAX_TOKENS)]
 

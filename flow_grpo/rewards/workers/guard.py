@@ -5,7 +5,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from flow_grpo.rewards.protocol import (
     as_scorer,
     score,
 )
+from flow_grpo.rewards.turns import device_turn
 from flow_grpo.rewards.workers import SerialThread, run_in_thread
 from flow_grpo.rewards.workers.pool import WorkerStartError
 
@@ -49,6 +50,7 @@ NOT_RETRIED = (
     ArithmeticError,
 )
 DOWN_TIMEOUT_FRACTION = 0.1  # of the timeout, to wait for an earlier batch that hangs
+TURN_TIMEOUT_FACTOR = 4.0  # of the timeout, to wait for rewards with offload="turns"
 INTERRUPT_SECONDS = 0.5  # between checks for a stop while people are asked
 DRY_RUN_SCORE = 0.5  # the mean of win rates
 NON_FINITE_IMAGE = Failed("its pixels are not finite (NaN)")
@@ -154,13 +156,14 @@ class GuardedScorer:
             return self._ask_people(batch)
         if self.scorer.handles_retries:
             # the scorer enforces its deadline; this limit stops servers that send byte by byte
-            return self._score_once(batch, timeout=1.1 * self._policy.timeout + 5)
+            limit = time.monotonic() + 1.1 * self._policy.timeout + 5
+            return self._score_once(batch, RetryTimer(iter(()), limit))
         delays = iter(()) if self._down else self._policy.delays()
         attempts = RetryTimer(delays, time.monotonic() + self._policy.timeout)
         self._down = True
         while True:
             try:
-                scores = self._score_once(batch, timeout=attempts.deadline - time.monotonic())
+                scores = self._score_once(batch, attempts)
                 self._down = False
                 return scores
             except Exception as error:
@@ -179,20 +182,31 @@ class GuardedScorer:
                 raise TimeoutError("the run was stopped")
         return running.result()
 
-    def _score_once(self, batch: Sequence[Any], timeout: float) -> BatchScores:
-        """Score a batch in a new thread; raise TimeoutError after `timeout` seconds.
+    def _score_once(self, batch: Sequence[Any], attempts: RetryTimer) -> BatchScores:
+        """Score a batch in a new thread; raise TimeoutError at the deadline of `attempts`.
 
-        A call that timed out goes on, and the next one waits for it first.
+        A call that timed out goes on, and the next one waits for it first. The time until its turn
+        on the device does not count: the deadline moves.
         """
         if self._running is not None:
-            wait([self._running], DOWN_TIMEOUT_FRACTION * timeout)
+            wait([self._running], DOWN_TIMEOUT_FRACTION * (attempts.deadline - time.monotonic()))
             if not self._running.done():
                 raise TimeoutError("an earlier batch still hangs")
-        self._running = run_in_thread(lambda: score(self.scorer, *batch))
-        wait([self._running], timeout)
+        queued, has_turn = time.monotonic(), Future()
+        self._running = run_in_thread(lambda: self._score_in_turn(batch, has_turn))
+        wait([has_turn, self._running], return_when=FIRST_COMPLETED)
+        if has_turn.done():
+            attempts.deadline += time.monotonic() - queued
+        wait([self._running], attempts.deadline - time.monotonic())
         if not self._running.done():
             raise TimeoutError(f"no answer within {self._policy.timeout:g} s")
         return self._running.result()
+
+    def _score_in_turn(self, batch: Sequence[Any], has_turn: Future) -> BatchScores:
+        """Score a batch once the device is free, which `has_turn` tells the caller."""
+        with device_turn(self.scorer, TURN_TIMEOUT_FACTOR * self._policy.timeout):
+            has_turn.set_result(None)
+            return score(self.scorer, *batch)
 
     def _record_failures(self, values: Sequence[float]) -> None:
         """Log how many samples have no score, and keep the last reason in `last_error`."""

@@ -39,8 +39,9 @@ class WorkerProcess:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             descriptor = theirs.fileno()
+            arguments = [str(descriptor), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flow_grpo.rewards.workers.worker", str(descriptor)],
+                [sys.executable, "-m", "flow_grpo.rewards.workers.worker", *arguments],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -18,13 +18,15 @@ START_REPLY = -1  # number of the reply that reports whether the worker started
 KILL_SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM reach whole process groups, and are ignored here
 
 
-def supervise(descriptor: int) -> None:
+def supervise(descriptor: int, parent: int | None = None) -> None:
     """Fork a worker and supervise it: when it ends, kill its descendants and exit as it did.
 
     It returns in the child only, which is the worker. On systems other than Linux it does nothing.
 
     Args:
         descriptor: The worker's end of the pipe, which the supervisor must not keep open.
+        parent: Process id of the trainer. If it has ended already, this process exits: the kernel
+            reports only later deaths.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -33,11 +35,16 @@ def supervise(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _prctl(PR_SET_PDEATHSIG, KILL_SIGNAL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(0)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
         # kills the worker even while its engine never releases the interpreter lock
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(0)
         # a signal that the engine sends to its own process group must not reach the trainer
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)

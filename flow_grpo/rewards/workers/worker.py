@@ -1,6 +1,6 @@
 """The child process of `pool.py`: build an engine, then run one job after another.
 
-Run as `python -m flow_grpo.rewards.workers.worker <file descriptor of the pipe>`.
+Run as `python -m flow_grpo.rewards.workers.worker <file descriptor of the pipe> <parent's pid>`.
 """
 
 import importlib
@@ -22,7 +22,7 @@ def main() -> None:
     """Build the engine that the pool sends first, and run jobs until the pool closes the pipe."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # child processes of the engine must not write to it
-    supervise(descriptor)
+    supervise(descriptor, int(sys.argv[2]))
     os.nice(10)  # rewards can wait; a delayed thread of the model stalls all others
     # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer ends its workers.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,6 +20,9 @@ LOSSES: "Registry[type[TrainLoss]]" = Registry(
         "cispo": f"{__name__}.cispo:CispoLoss",
         "clip": f"{__name__}.clip:ClipLoss",
         "gspo": f"{__name__}.gspo:GspoLoss",
+        "sapo": f"{__name__}.sapo:SapoLoss",
+        "drpo": f"{__name__}.drpo:DrpoLoss",
+        "cppo": f"{__name__}.cppo:CppoLoss",
         "sft": f"{__name__}.sft:SftLoss",
         "dpo": f"{__name__}.dpo:DpoLoss",
         "ipo": f"{__name__}.dpo:IpoLoss",
@@ -27,6 +30,8 @@ LOSSES: "Registry[type[TrainLoss]]" = Registry(
     },
 )
 BUILT_IN_LOSSES = tuple(LOSSES.paths)
+# policy losses without a clip range
+UNCLIPPED_LOSSES = ("sapo", "drpo", "cppo")
 # losses of given responses, which need no rollout, and what they train on
 GIVEN_LOSSES: "Mapping[str, ResponseKind]" = {
     "sft": "demonstrations",

@@ -91,16 +91,10 @@ def smoke_test_loss(loss: VlmLoss, field: str) -> None:
 
 
 @dataclass(frozen=True)
-class ClippedLoss(VlmLoss):
-    """Base class of losses that clip ratios to [1 - clip_low, 1 + clip_high]."""
+class RatioLoss(VlmLoss):
+    """Base class of losses that exponentiate log-ratios."""
 
-    clip_low: float
-    clip_high: float
     clamp_log_ratios: bool = field(default=True, kw_only=True)
-
-    @property
-    def clip_range(self) -> float:
-        return min(self.clip_low, self.clip_high)
 
     def ratio(self, log_ratio: Tensor) -> Tensor:
         """Return exp(log_ratio), clamped unless `train.clamp_log_ratios` is False.
@@ -108,6 +102,18 @@ class ClippedLoss(VlmLoss):
         In float32, exp and its gradient overflow at 89.
         """
         return clamp_log_ratio(log_ratio, self.clamp_log_ratios).exp()
+
+
+@dataclass(frozen=True)
+class ClippedLoss(RatioLoss):
+    """Base class of losses that clip ratios to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float
+    clip_high: float
+
+    @property
+    def clip_range(self) -> float:
+        return min(self.clip_low, self.clip_high)
 
 
 def clamp_log_ratio(log_ratio: Tensor, clamp: bool) -> Tensor:

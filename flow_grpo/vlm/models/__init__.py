@@ -31,6 +31,8 @@ from flow_grpo.weight_checks import (
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
     {
+        "glm4v": f"{__name__}.glm4v:Glm4V",
+        "glm46v": f"{__name__}.glm4v:Glm4V",
         "internvl": f"{__name__}.internvl:InternVL",
         "qwen2_vl": f"{__name__}.qwen_vl:QwenVL",
         "qwen2_5_vl": f"{__name__}.qwen_vl:QwenVL",
@@ -190,7 +192,12 @@ def build_meta_model(
 
 
 def load_processors(
-    source: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
+    source: str,
+    revision: str = "main",
+    *,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
+    chat_template: str = "",
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """Load the tokenizer and the image processor.
 
@@ -199,6 +206,7 @@ def load_processors(
         revision: Revision on the hub.
         min_pixels: Images are resized to at least this many pixels; 0 keeps the model's limit.
         max_pixels: Images are resized to at most this many pixels; 0 keeps the model's limit.
+        chat_template: Chat template in place of the model's; "" keeps it.
 
     Returns:
         Tokenizer and image processor; the latter is None for a text-only model.
@@ -212,6 +220,8 @@ def load_processors(
             image_processor = family.load_vision_processor(
                 source, revision, min_pixels=min_pixels, max_pixels=max_pixels
             )
+    if chat_template:
+        tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
         tokenizer.chat_template = load_chat_template(source, revision, option="pretrained.model")
     return tokenizer, image_processor

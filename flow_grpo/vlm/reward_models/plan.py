@@ -27,6 +27,7 @@ UNUSED_SETTINGS = (
     "sample.engine",
     "train.beta",
     "train.aggregation",
+    "compile",
 )
 
 
@@ -65,6 +66,8 @@ def pair_layout(layout: QuestionLayout) -> ResponseLayout:
         answer="",
         image=layout.image,
         video=layout.video,
+        image_dir=layout.image_dir,
+        image_cache=layout.image_cache,
         metadata=layout.metadata,
         kind="pairs",
     )

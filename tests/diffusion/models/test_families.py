@@ -161,7 +161,9 @@ def test_an_image_depends_only_on_its_own_prompts(family, adapter):
     assert (other - together).abs().amax(tuple(range(1, other.ndim))).min() > 1e-3
 
 
-@EDITORS
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if 0 < f.num_sources <= 2], indirect=True, ids=str
+)
 def test_prompts_may_have_fewer_source_images(family, pipeline, adapter):
     """Also in a batch with a prompt that has all, if the family supports it."""
     size, (fewest, *_) = Size(32, 32, family.frames), adapter.num_source_images
@@ -341,7 +343,12 @@ def test_rewards_receive_the_source_images(family, trained):
         assert row["bright"] == pytest.approx(np.mean(shown))
 
 
-@EDITORS
+@pytest.mark.parametrize(  # HunyuanVideo's forward pass depends on the values of its masks
+    "family",
+    [f for f in FAMILIES if f.num_sources and not f.name.startswith("hunyuan")],
+    indirect=True,
+    ids=str,
+)
 def test_the_benchmark_counts_the_flops_of_source_images(family, adapter):
     adapter = copy.copy(adapter)
     adapter.source_size, adapter._cache = Size(32, 64), adapter._open_cache()
@@ -524,8 +531,8 @@ def test_lora_of_another_number_of_transformers_is_rejected_before(
 
 
 @EXPERTS
-def test_two_transformers_are_not_sharded(folder):
-    with raises_user_error("ZeRO-3", "FSDP", field="pretrained.model", value=str(folder)):
+def test_zero3_and_fsdp1_do_not_shard_two_transformers(folder):
+    with raises_user_error("ZeRO-3", "FSDP1", field="pretrained.model", value=str(folder)):
         check_model(str(folder), Size(32, 32, 5), {}, 4, alternates=False)
 
 
@@ -542,7 +549,7 @@ def test_only_the_transformer_in_use_is_resident_with_offload_idle(family, folde
             return adapter.velocity(policy.module, noise, torch.tensor(times), given, 1.0)
 
         def resident(experts=policy.transformer) -> list[int]:
-            """Return the numbers of the transformers whose weights are there."""
+            """Return the indices of the transformers whose weights are resident."""
             frozen = [
                 [p for p in e.parameters() if not p.requires_grad] for e in experts.children()
             ]
@@ -556,7 +563,7 @@ def test_only_the_transformer_in_use_is_resident_with_offload_idle(family, folde
         first = velocity(900.0, 900.0)
         (first + velocity(10.0, 10.0)).sum().backward()  # the backward pass needs both
         gradients = [p.grad for p in policy.parameters()]
-        velocity(10.0, 10.0)  # is never used
+        velocity(10.0, 10.0)  # never used
         with torch.no_grad():
             velocity(900.0, 900.0)
         assert resident() == ([0] if offload else [0, 1])
@@ -583,6 +590,8 @@ def test_text_prefixes_are_computed_once_for_all_steps(folder, monkeypatch):
 def test_a_video_of_one_frame_is_an_image(family, pipeline, adapter):
     size = Size(32, family.wide, 1)
     call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, family.guidance_scale
+    if adapter.source_is_video:
+        call = *call, [make_images(prompt, 1) for prompt in PROMPTS]
     found = generate_ode(adapter, *call)
     assert found.shape == (2, 3, 32, family.wide)
     assert_close(found, family.generate(pipeline, *call))
@@ -807,6 +816,17 @@ def rejection_message(tmp_path):
 
 def test_weights_are_read_after_all_other_checks(family, folder, rejection_message):
     assert "cannot be loaded" in rejection_message(family, folder)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["wan_v2v"]], indirect=True, ids=str)
+@pytest.mark.parametrize("frames", [1, 9])
+def test_source_videos_of_another_length_are_rejected_before(
+    family, folder, rejection_message, frames
+):
+    """The length must be that of the generated video; damaged frames are rejected as well."""
+    message = rejection_message(family, folder, frames=frames)
+    assert "has 5 images" in message
+    assert f"the {frames} frames of a source video" in message
 
 
 def test_unsupported_frames_are_rejected_before(family, folder, rejection_message):

@@ -27,8 +27,13 @@ from flow_grpo.training.lora_files import (
 SD3, FLUX, FLUX2 = "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline"
 QUERY = "transformer_blocks.0.attn.to_q"
 A, B = "lora_A.weight", "lora_B.weight"
-WITHOUT_NAMES = {"LTX2Pipeline", "LTX2ImageToVideoPipeline", "HunyuanVideo15Pipeline"}
-CONVERTED = [f for f in FAMILIES if f.name not in ("ltx2", "hunyuan_video15")]
+WITHOUT_NAMES = {
+    *("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    *("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
+}
+CONVERTED = [
+    f for f in FAMILIES if f.name not in ("ltx2", "hunyuan_video15", "hunyuan_video15_i2v")
+]
 READERS = {  # of our files
     "flux": FluxPipeline,
     "qwen_image": QwenImagePipeline,
@@ -38,6 +43,7 @@ READERS = {  # of our files
 CHECKPOINT_CONVERTERS = {  # from the layers of the original checkpoint to those of diffusers
     "Flux2KleinPipeline": checkpoints.convert_flux2_transformer_checkpoint_to_diffusers,
     "WanImageToVideoPipeline": checkpoints.convert_wan_transformer_to_diffusers,
+    "WanVideoToVideoPipeline": checkpoints.convert_wan_transformer_to_diffusers,
     FLUX2: checkpoints.convert_flux2_transformer_checkpoint_to_diffusers,
     "QwenImage21Pipeline": checkpoints.convert_qwen_image21_transformer_checkpoint_to_diffusers,
     "ZImagePipeline": checkpoints.convert_z_image_transformer_checkpoint_to_diffusers,
