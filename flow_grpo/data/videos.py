@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_FPS = 2.0  # of frames that are given without a rate; Qwen's default
 MIN_FPS, MAX_FPS = 1e-5, 1e5  # from one frame a day to high-speed cameras
 ANIMATED_FORMATS = ("GIF", "WEBP")  # read by Pillow
+FFMPEG_QUIET = "-8"  # AV_LOG_QUIET
 MIN_DECODED_FRACTION = 0.95  # of the frame count in the header, which is often a little too high
 
 
@@ -305,7 +306,11 @@ def _read_signature(path: Path, name: str) -> bytes:
 
 
 def _open_with_opencv(path: Path, name: str) -> Iterator[_VideoFile]:
-    """Open a video file with OpenCV, and release it at the end of the context."""
+    """Open a video file with OpenCV, and release it at the end of the context.
+
+    Messages of OpenCV and FFmpeg about a damaged file are suppressed: errors have one line.
+    """
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", FFMPEG_QUIET)  # read at the first file
     try:
         import cv2
     except ImportError as error:
@@ -314,6 +319,7 @@ def _open_with_opencv(path: Path, name: str) -> Iterator[_VideoFile]:
             field=name,
             hint="pip install opencv-python-headless, or pass its frames as images",
         ) from error
+    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     capture = cv2.VideoCapture(os.path.abspath(path), cv2.CAP_FFMPEG)
     try:
         if not capture.isOpened():
