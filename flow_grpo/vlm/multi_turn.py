@@ -19,7 +19,7 @@ from flow_grpo.vlm.rollout import EpisodeRecord, RolloutEngine, Sample
 
 @dataclass
 class Episode:
-    """State of one episode: its question, the conversation so far, and the sum of its rewards."""
+    """State of one episode: its question, the conversation so far, and the rewards of its steps."""
 
     number: int  # within its batch
     row: int  # of the data set
@@ -29,7 +29,7 @@ class Episode:
     responses: list[Sample] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
     response_spans: list[slice] = field(default_factory=list)  # in `conversation`
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     failure: str = ""
     done: bool = False
 
@@ -61,7 +61,13 @@ class Episode:
                 conversation.vision_inputs[num_prompt_images:],
                 conversation.sources[num_prompt_images:],
             ),
-            EpisodeRecord(self.response_texts, self.observations, self.reward, self.failure),
+            EpisodeRecord(
+                self.response_texts,
+                self.observations,
+                self.rewards,
+                [len(response.tokens) for response in self.responses],
+                self.failure,
+            ),
         )
 
 
@@ -123,7 +129,7 @@ class EpisodeRunner:
         if isinstance(step, Failed):
             episode.done, episode.failure = True, step.reason
             return
-        episode.reward += step.reward
+        episode.rewards.append(step.reward)
         episode.done = step.done or last
         if episode.done:
             return

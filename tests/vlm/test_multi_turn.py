@@ -367,6 +367,29 @@ def test_a_run_trains_episodes_and_adds_their_rewards(settings, tmp_path):
     build_session(again).close()  # the same command resumes
 
 
+def test_gae_credits_each_turn_with_its_own_reward(settings, tmp_path, monkeypatch):
+    """The values are still zero, so that returns are sums of the rewards that follow."""
+    seen, assign = [], vlm_runs.train_vlm.assign_advantages
+
+    def watched(session, rollout, tensors):
+        assign(session, rollout, tensors)
+        seen.append((rollout, tensors))
+
+    monkeypatch.setattr(vlm_runs.train_vlm, "assign_advantages", watched)
+    vlm_runs.run(**{**settings, "train.advantage": "gae"}, logdir=str(tmp_path), num_epochs=1)
+    [(rollout, tensors), *_] = seen
+    num_turns = set()
+    for index, own in tensors.items():
+        episode = rollout.samples[index].episode
+        after, expected = float(rollout.scores["avg"][index]), []
+        for length, reward in zip(episode.lengths, episode.rewards, strict=True):
+            expected += [after] * length
+            after -= reward
+        assert own.returns.tolist() == pytest.approx(expected, abs=1e-5)
+        num_turns.add(len(episode.lengths))
+    assert num_turns == {1, 2}
+
+
 @pytest.mark.parametrize("other", [{}, {"tool": True, "box": (1, 2)}, {"box": (1, 2)}])
 def test_changed_environment_options_prevent_a_resume(settings, tmp_path, other):
     config = vlm_runs.make_config(**settings, logdir=str(tmp_path), resume="auto")
