@@ -280,8 +280,9 @@ class DecodingStep(nn.Module):
         if half:
             self.fused_decoder = FusedDecoder(decoder, network.compute_dtype)
             fused = {m for layer in self.fused_decoder.layers for m in layer.modules()}
+            critic = set() if network.value is None else set(network.value.modules())
             self.lora = [x for x in lora_layers(network) if is_mergeable(x) and x not in fused]
-            self.weights = dict(_inference_weights(self, network.compute_dtype, fused))
+            self.weights = dict(_inference_weights(self, network.compute_dtype, fused | critic))
             decoding = set(decoder.modules()) - fused
             parents = [(name, m) for name, m in self.named_modules() if m in decoding]
             self.fused_projections = list(_fuse_projections(parents, self.lora, self.weights))

@@ -32,7 +32,7 @@ class PolicyModel(nn.Module):
     Args:
         model: The transformers model, from `load_model`.
         temperature: Divides the logits, in sampling and in training.
-        with_value: Whether to add a value head (a zero-initialized linear layer).
+        with_value: Whether to add a value head.
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
         compiled: Whether to compile the decoder layers.
@@ -54,10 +54,8 @@ class PolicyModel(nn.Module):
         self.compute_dtype = compute_dtype
         width = model.config.get_text_config().hidden_size
         precise = torch.promote_types(model.dtype, torch.float32)
-        self.value = nn.Linear(width, 1, dtype=precise) if with_value else None
-        if self.value is not None:
-            nn.init.zeros_(self.value.weight)
-            nn.init.zeros_(self.value.bias)
+        # a linear layer on the hidden states, or a module that computes values from the batch
+        self.value: nn.Module | None = build_value_head(width, precise) if with_value else None
         if compute_dtype is not None:
             fuse_rms_norms(model)
         self.family = get_family(model)
@@ -71,7 +69,12 @@ class PolicyModel(nn.Module):
         self.runs_in_lockstep = False  # True if weights are sharded: ranks wait for every layer
 
     def forward(
-        self, batch: PackedBatch, *, critic_only: bool = False, given: bool = False
+        self,
+        batch: PackedBatch,
+        *,
+        critic_only: bool = False,
+        given: bool = False,
+        with_values: bool = True,
     ) -> dict[str, Tensor]:
         """Compute the log-probabilities and values of R packed responses.
 
@@ -80,6 +83,7 @@ class PolicyModel(nn.Module):
             critic_only: Whether the gradient of the values stops at the value head.
             given: Whether the responses are not samples of the policy, which cannot sample banned
                 tokens. Then these have a probability too, as in other trainers.
+            with_values: Whether to compute the values, if there is a critic.
 
         Returns:
             `log_probs` (R, T), with `given` `is_top1` (R, T): whether each token is the most likely
@@ -89,9 +93,12 @@ class PolicyModel(nn.Module):
         chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
         scores = self.token_scores(chosen, batch.tokens[batch.mask], given=given)
         out = {name: scatter_to_mask(own, batch.mask) for name, own in scores.items()}
-        if self.value is not None:
-            features = chosen.detach() if critic_only else chosen
-            values = self.value(features.to(self.value.weight.dtype))[:, 0]
+        if self.value is not None and with_values:
+            if isinstance(self.value, nn.Linear):
+                features = chosen.detach() if critic_only else chosen
+                values = self.value(features.to(self.value.weight.dtype))[:, 0]
+            else:
+                values = self.value(batch)
             out["values"] = scatter_to_mask(values, batch.mask)
         return out
 
@@ -226,6 +233,14 @@ class PolicyModel(nn.Module):
             images={name: tensor.to(device) for name, tensor in image.items()},
             image_indices=ids.new_zeros(1),
         )
+
+
+def build_value_head(width: int, dtype: torch.dtype) -> nn.Linear:
+    """Return a linear layer, initialized to zero, from hidden states to one value."""
+    head = nn.Linear(width, 1, dtype=dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 class FrozenHeadScores(torch.autograd.Function):

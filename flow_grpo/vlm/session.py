@@ -45,6 +45,7 @@ from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import QuestionSets, build_questions
 from flow_grpo.vlm.rollout import GenerationBatch, RolloutEngine, Sample
+from flow_grpo.vlm.separate_critic import check_critic_model
 from flow_grpo.vlm.vllm_engine import check_vllm_platform, check_vllm_support
 
 logger = logging.getLogger("flow_grpo")
@@ -194,6 +195,9 @@ def _open_run(
         check_vllm_platform(accelerator.device)
         check_vllm_support(config.pretrained.model, config.pretrained.revision, tensor_parallel)
     check_tensor_parallel(tensor_parallel, accelerator.num_processes)
+    if config.train.critic_model:
+        source, revision = config.pretrained.model, config.pretrained.revision
+        check_critic_model(source, config.train.critic_model, revision)
     plan = build_plan(config.sample, config.train, num_processes or accelerator.num_processes)
     run.open_folder(begin, plan.updates)
     return plan

@@ -127,6 +127,12 @@ HOSTILE = {
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
         "ValueError",
     ),
+    "sees processes": ("import os\nprint(os.getpid(), os.getppid())", "1 0"),
+    "capabilities": (  # capget(2), version 3
+        MEMORY + "sets = (ctypes.c_uint32 * 6)(*[7] * 6)\n"
+        "libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets); print(list(sets))",
+        "[0, 0, 0, 0, 0, 0]",
+    ),
     "descriptors": (
         "import os\nopen_ones = []\nfor i in range(1000):\n try: os.fstat(i); open_ones.append(i)\n"
         " except OSError: pass\nprint(open_ones)",

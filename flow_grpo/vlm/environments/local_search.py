@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from flow_grpo.config.paths import resolve_path
 from flow_grpo.errors import UserError
 from flow_grpo.untrusted_files import parse_json, read_text, split_lines
 from flow_grpo.vlm.environments.tool_calls import (
@@ -135,7 +136,7 @@ def load_index(corpus: str) -> Bm25Index:
     Raises:
         UserError: If it is missing, empty, too large or malformed.
     """
-    path, field = Path(corpus), "environment_options.corpus"
+    path, field = Path(resolve_path(corpus)), "environment_options.corpus"
     if not path.exists():
         raise UserError("does not exist", field=field, value=corpus)
     documents = []
