@@ -98,7 +98,7 @@ KEYS = {
     ),
     "no_advantage_std_norm": to("train.advantage_scale", {True: "none", False: {}}),
     "normalize_reward": none(
-        "standardises the scores of reward models by their statistics; advantages are normalised",
+        "reward_options={'reward_model': {'normalize': True}} standardises the scores",
         False,
     ),
     "reward_clip_range": none("rewards are not clipped"),
