@@ -333,6 +333,7 @@ def build_rewards(
         options=config.reward_options,
         policy=policy,
         run=run,
+        draw=getattr(config, "draw", None),  # of language models only
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]

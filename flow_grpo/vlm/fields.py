@@ -14,6 +14,7 @@ from flow_grpo.config import fields as shared
 from flow_grpo.config.settings import section, setting
 from flow_grpo.config.trainer_spec import TrainerSpec
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_reward_fields, option_names
+from flow_grpo.rewards.draw_settings import DrawSettings
 from flow_grpo.vlm.losses import (
     AGGREGATIONS,
     BUILT_IN_LOSSES,
@@ -578,6 +579,7 @@ class VlmConfig(shared.SharedFields):
     custom_losses: dict = setting(
         {}, 'Custom losses, selected by name in train.loss: {"mine": "path/to/file.py:Mine"}.'
     )
+    draw: DrawSettings = section(DrawSettings)
     sample: VlmSampleConfig = section(VlmSampleConfig)
     train: VlmTrainConfig = section(VlmTrainConfig)
 
