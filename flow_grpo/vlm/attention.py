@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ from flow_grpo.errors import first_line
 from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
+from flow_grpo.vlm.sequence_parallel import SequenceShards
 
 logger = logging.getLogger("flow_grpo")
 
@@ -109,11 +110,17 @@ def run_flex_attention(
     It is compiled on CUDA only; on a CPU it has no gradient.
     """
     kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
     attend = _compiled_flex_attention() if compiled else flex_attention
-    query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = in_autocast_dtype(query, key, value)
     return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return the tensors in the autocast dtype, without autocast in that of `value`."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return [x.to(dtype) for x in (query, key, value)]
 
 
 def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
@@ -142,16 +149,38 @@ def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torc
 
 
 def _packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    sequence_shards: SequenceShards | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """Use flex attention for a block mask and SDPA for a dense one.
 
-    The mask decides, because activation checkpointing recomputes with the same arguments.
+    The arguments decide, because activation checkpointing recomputes with the same ones.
     """
+    if sequence_shards is not None:
+        attend = partial(_attend_own_heads, mask=mask, scale=settings.get("scaling"))
+        return sequence_shards.attend(attend, *in_autocast_dtype(query, key, value)), None
     if not isinstance(mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, mask, **settings)
     out = run_flex_attention(query, key, value, mask, settings.get("scaling"))
     return out.transpose(1, 2), None
+
+
+def _attend_own_heads(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Any, scale: float | None
+) -> Tensor:
+    """Return attention of the heads of this process, (B, heads, S, head_dim)."""
+    if isinstance(mask, BlockMask):
+        return run_flex_attention(query, key, value, mask, scale)
+    # of all backends, only the one that stores S x S scores supports a mask with grouped heads
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
 
 def _single_query_attention(

@@ -169,6 +169,15 @@ class VlmTrainConfig(shared.TrainFields):
         at_least=1,
         at_most=10**8,
     )
+    sequence_parallel: int = setting(
+        1,
+        "Processes that train on each micro-batch together: each holds a part of its tokens, for "
+        "long responses (Ulysses attention). It must divide the number of processes and the "
+        "attention heads; docs/vlm/scaling.md.",
+        at_least=1,
+        at_most=1024,
+        requires={"compile=False": "the compiler cannot trace the exchange in attention"},
+    )
     freeze_vision: bool = setting(True, "Freeze the vision tower.")
     recompute_old: bool = setting(
         False,

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flow_grpo.errors import UserError
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.training.distributed import (
     borrow_weights,
@@ -21,12 +22,14 @@ from flow_grpo.training.distributed import (
 )
 from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Reference
+from flow_grpo.vlm.attention import PACKED_ATTENTION
 from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.lora import attach_lora, select_lora_layers
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch
+from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards
 
 
 class VlmPolicy(BasePolicy):
@@ -113,6 +116,26 @@ class VlmPolicy(BasePolicy):
         self._initial_lora = (
             Reference(self.trained_parameters()) if use_lora and with_reference else None
         )
+
+    def split_columns(self, shards: SequenceShards) -> None:
+        """Train in a group of processes, each with a part of the columns; call it before `prepare`.
+
+        Raises:
+            UserError: If attention of the model is not computed by torch's SDPA, or if its layers
+                mix columns in another way than by attention.
+        """
+        decoder, family = self.model.get_decoder(), self.network.family
+        implementation = decoder.config._attn_implementation
+        if implementation not in ("sdpa", PACKED_ATTENTION) or not family.shares_prompt:
+            raise UserError(
+                f"is not supported for {type(self.model).__name__}: its layers exchange tokens in "
+                "other ways than by full attention",
+                field=FIELD,
+                value=shards.size,
+            )
+        for network in (self.network, self._frozen_reference):
+            if network is not None:
+                network.split_columns(shards)
 
     def describe(self) -> str:
         """Return one line about what is trained; call it before `prepare` shards the weights."""
