@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import sequence_parallel_runs
 import small_vlm
 import torch
 import vlm_runs
@@ -127,6 +128,48 @@ def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
     for parameter, value in loaded.items():
         expected = saved[parameter.replace(".default", "")]
         torch.testing.assert_close(value.detach().double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sequence_parallel(folder) -> Path:
+    """Log directory of runs on four processes, as one group with DDP and as two with FSDP2."""
+    group = "train.sequence_parallel"
+    one = runs(folder, "groups", ["lora"], exact=True, **{group: 4, "train.recompute_old": True})
+    two = runs(folder, "groups", ["full"], exact=True, num_epochs=2, fsdp2=True, **{group: 2})
+    arguments = json.dumps([*one, *two]), str(folder / "errors.json")
+    vlm_runs.launch(4, sequence_parallel_runs.__file__, *arguments)
+    return folder / "groups"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_sequence_parallel_runs_have_the_weights_of_one_process(
+    one_process, sequence_parallel, name
+):
+    """Four processes exceed the two key and value heads, so pairs of them get the same one."""
+    one, two = (metrics(logdir / name) for logdir in (one_process, sequence_parallel))
+    for first, second in zip(one, two, strict=True):
+        assert first == pytest.approx(second, abs=1e-10)
+    assert [line["train/first_update_ratio_dev"] for line in two if "train/loss" in line] == (
+        [0.0] * len(one[1:])
+    )
+    for file in WEIGHTS[name]:
+        one, two = (weights(logdir / name, file) for logdir in (one_process, sequence_parallel))
+        assert one.keys() == two.keys()
+        for parameter in one:
+            assert one[parameter].dtype == torch.float64
+            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_sequence_parallel_passes_of_all_families_equal_those_of_one_process(
+    folder, sequence_parallel
+):
+    errors = json.loads((folder / "errors.json").read_text())
+    assert errors.keys() == {*sequence_parallel_runs.FAMILIES}
+    for family, found in errors.items():
+        assert len(found) > 20
+        assert max(found.values()) < 1e-10, (family, found)
 
 
 # Adam would amplify rounding errors of gradients close to zero

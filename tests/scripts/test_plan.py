@@ -100,6 +100,16 @@ def test_tokens_and_memory_with_context_parallelism():
     assert found["memory per GPU"].startswith("44.7 GiB = 26.6 of weights + 2.0 of LoRA")
 
 
+def test_tokens_with_sequence_parallelism():
+    vlm = ("--config=config/vlm.py:tiny_vlm", "--world_size=4")
+    code, text = plan(*vlm, "--config.train.sequence_parallel=2")
+    assert code == 0, text
+    assert "by 2 groups of 2 processes: 8192 = 16384 / " in rows(text)["trained together"]
+    code, text = plan(*vlm, "--config.train.sequence_parallel=3")
+    assert code != 0
+    assert "train.sequence_parallel=3 does not divide the number of processes, 4" in text
+
+
 @pytest.mark.parametrize(
     ("context", "shown"), [(3, "processes, 8"), (8, "12 attention heads")], ids=["world", "heads"]
 )

@@ -93,6 +93,7 @@ KEYS = {
     "algorithm.filter_low": derived("sample.filter_low"),
     "algorithm.filter_high": derived("sample.filter_high"),
     f"{ACTOR}.global_batch_size": derived("train.updates_per_epoch"),
+    f"{ACTOR}.ulysses_size": to("train.sequence_parallel"),
     f"{ACTOR}.max_grad_norm": to("train.max_grad_norm"),
     f"{ACTOR}.clip_ratio_low": derived("train.clip_low"),
     f"{ACTOR}.clip_ratio_high": derived("train.clip_high"),
@@ -181,7 +182,6 @@ KEYS = {
 }
 GROUPS = {
     f"{ACTOR}.micro_batch_size_*": MEMORY,
-    f"{ACTOR}.ulysses_size": "sequence parallelism is not supported",
     f"{ACTOR}.strategy": "the accelerate config selects DDP, DeepSpeed or FSDP2",
     f"{ACTOR}.fsdp.*": "configure FSDP2 in scripts/accelerate_configs/fsdp2.yaml",
     f"{ROLLOUT}.val_override_config*": "evaluation is greedy; flow-grpo evaluate --n samples",
