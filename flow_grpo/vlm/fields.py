@@ -178,6 +178,23 @@ class VlmTrainConfig(shared.TrainFields):
         at_most=1024,
         requires={"compile=False": "the compiler cannot trace the exchange in attention"},
     )
+    optimizer: str = setting(
+        shared.ADAMW,
+        'Optimizer: "adamw", with weights, gradients and moments in float32, or "adamw_bf16" for '
+        "full fine-tuning, with all of them in bfloat16 and stochastic rounding: 8 instead of 16 "
+        "bytes per parameter; docs/vlm/scaling.md.",
+        choices=(shared.ADAMW, shared.ADAMW_BF16),
+        requires={
+            "use_lora=False": "the weights of a LoRA are small and stay in float32",
+            "mixed_precision=bf16": "the weights are in bfloat16",
+        },
+        excludes={
+            "train.use_8bit_adam": "",
+            "train.ema": "small updates of an average in bfloat16 would be lost",
+            "train.advantage=gae": "the value head is in float32",
+            "train.loss=bradley_terry": "the score head is in float32",
+        },
+    )
     freeze_vision: bool = setting(True, "Freeze the vision tower.")
     recompute_old: bool = setting(
         False,

@@ -56,6 +56,7 @@ class VlmPolicy(BasePolicy):
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
         compiled: Whether to compile the decoder layers.
+        weight_dtype: Dtype of trained weights, unless those of `model` are more precise.
         seed: Seed of a new LoRA's weights.
     """
 
@@ -77,6 +78,7 @@ class VlmPolicy(BasePolicy):
         compute_dtype: torch.dtype | None = None,
         flex_attention: bool = False,
         compiled: bool = False,
+        weight_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         self._processors = [part for part in processors if part is not None]
@@ -98,11 +100,12 @@ class VlmPolicy(BasePolicy):
             if family.tower is not None:
                 family.tower.requires_grad_(not freeze_vision)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        upcast_parameters(trained.values())
+        upcast_parameters(trained.values(), weight_dtype)
         if frozen is not None:
             # the same arithmetic as the policy's float32 weights: autocast casts only `cast` back
             cast, weights = linear_only_weights(frozen), dict(frozen.named_parameters())
-            upcast_parameters(weights[name] for name in trained if name not in cast)
+            others = (weights[name] for name in trained if name not in cast)
+            upcast_parameters(others, weight_dtype)
             self._frozen_reference = PolicyModel(frozen, **settings)
         self.network = PolicyModel(model, with_value=with_value, **settings)
         self.network.to(model.device)
