@@ -28,6 +28,7 @@ RUNS = {
         "train.recompute_old": True,
     },
 }
+RESUMED_RUNS = ("whole", "stopped")  # log directories
 WEIGHTS = {
     "lora": ("lora/adapter_model", "ema_lora/adapter_model"),
     "full": ("model/model",),
@@ -73,6 +74,11 @@ def fsdp2(folder) -> Path:
     """Log directory of the FSDP2 runs; a run in half precision has another one."""
     half = runs(folder, "half", ["lora"], mixed_precision="bf16", **{"train.lora_path": ""})
     again = runs(folder, "fsdp2", ["full"], exact=True, **RESUMED)
+    # the optimizer in bfloat16: an uninterrupted run, and one that is resumed
+    fields = {"train.optimizer": "adamw_bf16", "mixed_precision": "bf16"}
+    whole = runs(folder, "whole", ["full"], **fields, num_epochs=2)
+    stopped = runs(folder, "stopped", ["full"], **fields)
+    half += [*whole, *stopped, {**stopped[0], **RESUMED}]
     vlm_runs.run_on_two_processes([*half, *runs(folder, "fsdp2", exact=True), *again], "fsdp2")
     return folder / "fsdp2"
 
@@ -107,6 +113,20 @@ def test_a_sharded_run_in_half_precision_has_lora_weights_in_float32(folder, fsd
     trained = weights(folder / "half/lora", "lora/adapter_model")
     assert {weight.dtype for weight in trained.values()} == {torch.float32}
     assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_the_optimizer_in_bfloat16_trains_sharded_weights_and_resumes_bit_for_bit(folder, fsdp2):
+    whole, resumed = (weights(folder / name / "full", "model/model") for name in RESUMED_RUNS)
+    start = load_file(folder / "model/model.safetensors")
+    changed = 0
+    for name, weight in whole.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, resumed[name])
+        changed += not torch.equal(weight, start[name].bfloat16())
+    assert changed > len(whole) / 2
+    [first, *_] = [line for line in metrics(folder / "whole/full") if "train/loss" in line]
+    assert first["train/first_update_ratio_dev"] == 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from flow_grpo.training.adamw_bf16 import AdamWBf16
 from flow_grpo.training.finite import step_if_finite
 
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-COUNT = 2**16
+COUNT = 2**15
 
 
 def constant_steps(kind: type, gradients: list[float], dtype: torch.dtype) -> tuple[Tensor, dict]:
@@ -29,22 +29,22 @@ def test_steps_below_the_resolution_accumulate():
     """With a constant gradient, every step of Adam is the learning rate.
 
     A step is 1/39 of the distance of the neighbours of a weight below 1. The standard error of the
-    mean is below sqrt(100 x 1e-4 / 256 / COUNT) = 2.5e-5.
+    mean is below sqrt(100 x 1e-4 / 256 / COUNT) = 3.5e-5.
     """
     weight, _ = constant_steps(AdamWBf16, [1.0] * 100, torch.bfloat16)
-    assert float(weight.double().mean()) == pytest.approx(1 - 100 * 1e-4, abs=1.5e-4)
+    assert float(weight.double().mean()) == pytest.approx(1 - 100 * 1e-4, abs=2e-4)
     nearest, _ = constant_steps(torch.optim.AdamW, [1.0] * 100, torch.bfloat16)
     assert torch.equal(nearest, torch.ones_like(nearest))
 
 
 def test_moments_decay():
     """After a gradient of 1, n steps without a gradient leave (1 - beta2) beta2^n."""
-    _, state = constant_steps(AdamWBf16, [1.0] + [0.0] * 200, torch.bfloat16)
+    _, state = constant_steps(AdamWBf16, [1.0] + [0.0] * 100, torch.bfloat16)
     assert state["exp_avg_sq"].dtype == torch.bfloat16
-    expected = 1e-3 * 0.999**200
-    assert float(state["exp_avg_sq"].double().mean()) == pytest.approx(expected, rel=2e-4)
-    _, nearest = constant_steps(torch.optim.AdamW, [1.0] + [0.0] * 200, torch.bfloat16)
-    assert float(nearest["exp_avg_sq"].double().mean()) > 1.1 * expected
+    expected = 1e-3 * 0.999**100
+    assert float(state["exp_avg_sq"].double().mean()) == pytest.approx(expected, rel=6e-4)
+    _, nearest = constant_steps(torch.optim.AdamW, [1.0] + [0.0] * 100, torch.bfloat16)
+    assert float(nearest["exp_avg_sq"].double().mean()) > 1.05 * expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
