@@ -47,7 +47,7 @@ def test_a_vlm_run_with_sharded_weights():
     assert "weight all-gather of 7,509 MB" in found["communication"]
     assert "gradient reduce-scatter of 15,018 MB" in found["communication"]
     assert found["memory per GPU"].endswith("(not sharded)")
-    assert "GiB of all weights while sampling" in found["weights, optimizer"]
+    assert "of gathered weights" in found["memory of sampling"]
     assert "--config.eval_questions=N" in found["evaluation"]  # a dataset on the hub
 
 
