@@ -97,6 +97,9 @@ def plan_memory(config: VlmConfig, gpus: int, *, sharded: bool) -> dict[str, dic
         state = {"weights, gradients and moments": (trained + HALF * frozen) / shards}
         if train.beta:
             state["reference policy"] = HALF * known.all
+    if gpus > 1 and not sharded:
+        trained = known.lora_per_rank * train.lora_rank if config.use_lora else known.all - frozen
+        state["gradient buckets of DDP"] = trained * state_bytes / 4
     training = {**state, **_activations(config, decoder)}
     sampling = dict(state)
     if config.sample.engine != VLLM:

@@ -130,8 +130,8 @@ KEYS = {
     f"{ACTOR}.optim.lr": to("train.learning_rate"),
     f"{ACTOR}.optim.betas": derived("train.adam_beta2"),
     f"{ACTOR}.optim.weight_decay": to("train.adam_weight_decay"),
-    f"{ACTOR}.optim.strategy": none(
-        "AdamW states are float32, or 8-bit with train.use_8bit_adam=True", "adamw"
+    f"{ACTOR}.optim.strategy": to(
+        "train.optimizer", {"adamw": "adamw", "adamw_bf16": "adamw_bf16"}
     ),
     f"{ACTOR}.optim.lr_warmup_steps": to("train.lr_warmup_steps"),
     f"{ACTOR}.optim.lr_warmup_ratio": none(
