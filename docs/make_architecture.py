@@ -42,6 +42,7 @@ BASICS = (
     "host_memory",
     "hub_access",
     "images",
+    "modelscope_hub",
     "untrusted_files",
     "weight_checks",
 )

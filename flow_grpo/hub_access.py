@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from flow_grpo.errors import UserError, first_line, nearest
+from flow_grpo.modelscope_hub import check_modelscope, is_modelscope
 
 RepoType = Literal["model", "dataset"]
 TIMEOUT_SECONDS = 4.0  # to connect, and again for the response
@@ -44,7 +45,8 @@ def check_hub_access(
 ) -> None:
     """Reject a hub id that does not exist, may not be read, or cannot be reached.
 
-    Local paths and cached repositories are accepted without a request.
+    Local paths and cached repositories are accepted without a request, and so are names on
+    ModelScope if its package is installed.
 
     Args:
         option: Setting or option that names the repository, for the message.
@@ -54,6 +56,8 @@ def check_hub_access(
         file: A file that will be read; gated repositories show some files to everyone.
         known: Names to suggest for a misspelt one.
     """
+    if is_modelscope(name):
+        check_modelscope(name, option)
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
     if not is_name or is_offline() or name in cached_repos(kind):
         return

@@ -64,7 +64,7 @@ from flow_grpo.vlm.advantages import (
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
-from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC, VlmConfig
+from flow_grpo.vlm.fields import BRADLEY_TERRY, ENVIRONMENT, GAE, VLM_SPEC, VlmConfig
 from flow_grpo.vlm.given_responses import GivenObjective, estimate_mismatched_kl, given_rollout
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
@@ -328,6 +328,7 @@ def assign_advantages(
             kl_penalties,
             discount=train.discount,
             decay=train.gae_decay,
+            environment_weight=session.reward.weights.get(ENVIRONMENT, 0.0),
         )
         return
     advantages = compute_response_advantages(

@@ -6,21 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flow_grpo.data.rows import (
+    BATCH_ROWS,
     READERS,
     RowLayout,
     Split,
     T,
     import_or_hint,
     select_columns,
-    table_rows,
 )
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.hub_access import DEFAULT_REVISION, check_hub_access, hub_error_message
+from flow_grpo.modelscope_hub import download_modelscope_dataset, is_modelscope, local_model
 
 
 def is_hub_name(source: str) -> bool:
-    """Return whether a name has the form owner/name and is not a mistyped local path."""
+    """Return whether a name has the form owner/name and is not a mistyped local path.
+
+    Names on ModelScope have a prefix.
+    """
     path = Path(source)
+    if is_modelscope(source):
+        return True
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) or path.suffix in READERS:
         return False
     return not os.path.exists(path) and not os.path.exists(path.parent)
@@ -29,11 +35,14 @@ def is_hub_name(source: str) -> bool:
 def download_revision(model: str, revision: str) -> str:
     """Download a revision of a diffusion pipeline and return its directory.
 
-    The default revision is not downloaded here: `model` is returned unchanged.
+    The default revision is not downloaded here, except from ModelScope: `model` is returned
+    unchanged.
 
     Raises:
         UserError: If `model` is a local directory, or the revision cannot be downloaded.
     """
+    if is_modelscope(model):
+        return local_model(model, revision)
     if revision == DEFAULT_REVISION:
         return model
     if Path(model).exists():
@@ -79,6 +88,8 @@ def download_dataset(source: str, patterns: Sequence[str], field: str = "dataset
         patterns: Globs of the files to download.
         field: Setting that names it.
     """
+    if is_modelscope(source):
+        return Path(download_modelscope_dataset(source, field, patterns))
     from huggingface_hub import snapshot_download
 
     name, revision = check_hub_dataset(source, field)
@@ -132,7 +143,9 @@ def read_hub(name: str, split: Split, layout: RowLayout[T]) -> list[T] | None:
         raise UserError(f'has no split "train", only {", ".join(splits)}', field=name)
     part, where = splits[chosen], f"{name} ({chosen})"
     columns = select_columns(part.features.arrow_schema, layout, where)
-    table = part.select_columns(columns).with_format("arrow")[:]
+    tables = part.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
+    rows = (row for table in tables for row in table.to_pylist())
     return [
-        layout.parse(row, Path(), position) for position, row in table_rows(table, layout, where)
+        layout.parse(layout.from_arrow(row), Path(), f"{where} row {number}")
+        for number, row in enumerate(rows, 1)
     ]

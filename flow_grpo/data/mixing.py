@@ -15,6 +15,7 @@ import numpy as np
 
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.errors import UserError
+from flow_grpo.modelscope_hub import PREFIX, is_modelscope
 
 
 class DataRow(Protocol):
@@ -69,6 +70,9 @@ def short_source_names(paths: Sequence[str]) -> list[str]:
 
 
 def _split_share(part: str) -> tuple[str, str]:
+    if is_modelscope(part):
+        path, share = _split_share(part.removeprefix(PREFIX))
+        return f"{PREFIX}{path}", share
     path, colon, share = part.rpartition(":")
     return (path, share) if colon and not os.path.exists(part) else (part, "")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.columns import BINARY, IMAGE, ColumnRules, content_kind, has_binary, is_empty
-from flow_grpo.data.hub import check_hub_dataset, is_hub_name, read_hub
+from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name, read_hub
 from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
 from flow_grpo.data.rows import (
     NO_COLUMN,
@@ -27,6 +27,7 @@ from flow_grpo.data.rows import (
 )
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
+from flow_grpo.modelscope_hub import is_modelscope
 
 if TYPE_CHECKING:
     import pyarrow
@@ -202,6 +203,8 @@ def find_prompts(
     """Load a split like `load_prompts`, or return None if it is missing, as "test" of a file is."""
     _check_prompt_fn(prompt_fn)
     check_dataset_available(str(source))
+    if is_modelscope(str(source)):
+        source = download_dataset(str(source), ())
     if is_hub_name(str(source)):
         return read_hub(str(source), split, layout)
     file = _find_file(Path(source), split, prompt_fn)

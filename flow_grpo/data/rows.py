@@ -33,7 +33,8 @@ Row = dict[str, Any]
 Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
-PARQUET_ROWS = 64  # rows of a parquet file that are read at a time
+BATCH_ROWS = 16  # rows of a parquet file that are read at a time
+PAGE_BUFFER = 2**20  # bytes of a column that are read at a time
 INSTALL_HINT = "pip install -e '.[data]'"
 PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
@@ -232,9 +233,10 @@ def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
     parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
     number = 0
     with _parquet_errors(path):
-        file = parquet.ParquetFile(path)
+        # otherwise the columns of a row group, which may have gigabytes, are read at once
+        file = parquet.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False)
         names = select_columns(file.schema_arrow, layout, str(path))
-        batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=names)
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
     while True:
         with _parquet_errors(path):
             batch = next(batches, None)
@@ -264,12 +266,6 @@ def select_columns(schema: "pyarrow.Schema", layout: RowLayout, where: str) -> l
     _reject_duplicate_columns(schema.names, where)
     layout.check_columns(schema.names, where)
     return layout.columns_to_load(schema, where)
-
-
-def table_rows(table: "pyarrow.Table", layout: RowLayout, where: str) -> Iterator[tuple[str, Row]]:
-    """Yield (position, row) of an Arrow table; a position is `where` and the row's number."""
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield f"{where} row {number}", layout.from_arrow(row)
 
 
 READERS = {

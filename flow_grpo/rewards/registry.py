@@ -44,6 +44,8 @@ TEXT_REWARDS = {
     "environment": "flow_grpo.rewards.text:EnvironmentReward",
     "math_answer": "flow_grpo.rewards.text:MathAnswer",
     "overlong": "flow_grpo.rewards.text:Overlong",
+    "prompt_length": "flow_grpo.rewards.text.prompt_guards:PromptLength",
+    "prompt_similarity": "flow_grpo.rewards.text.prompt_guards:PromptSimilarity",
     "reward_model": "flow_grpo.rewards.text.reward_model:RewardModel",
 }
 # Built in, and computed elsewhere: their option `url` is what `reward_servers` has for them.

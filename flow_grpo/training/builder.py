@@ -130,7 +130,7 @@ class SessionBuilder:
         self._policy, self._optimizer = policy, policy.prepare(self.accelerator, optimizer)
         train, self._ema = self.config.train, None
         if train.ema:
-            ema = Ema(policy.trained_parameters(), train.ema_decay, train.ema_update_interval)
+            ema = Ema(policy.sampled_parameters(), train.ema_decay, train.ema_update_interval)
             policy.add_snapshot(ema, self.accelerator)
             self._ema = ema
 
@@ -335,6 +335,7 @@ def build_rewards(
         options=config.reward_options,
         policy=policy,
         run=run,
+        draw=getattr(config, "draw", None),  # of language models only
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]

@@ -75,9 +75,17 @@ class BasePolicy:
         """Return the optimizer's parameter groups, in the order of `parameters`."""
         return [{"params": self.parameters()}]
 
+    def clipped_together(self) -> list[list[nn.Parameter]]:
+        """Return the trained parameters in groups whose gradients are clipped to one norm each."""
+        return [self.parameters()]
+
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""
         return {n: p for n, p in self.network.named_parameters() if p.requires_grad}
+
+    def sampled_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters that sampling depends on, by name; EMA averages them."""
+        return self.trained_parameters()
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         """Wrap the network for distributed training and return the wrapped optimizer."""

@@ -3,6 +3,8 @@
 import logging
 import math
 
+from accelerate.utils import DistributedType
+
 from flow_grpo.errors import UserError
 from flow_grpo.report.health import MIN_LOSS_SCALE
 from flow_grpo.training.finite import clip_gradients, loss_scale, step_if_finite
@@ -20,7 +22,10 @@ def optimizer_step(session: BaseSession, stats: TrainingStats) -> None:
     """
     accelerator, progress = session.accelerator, session.progress
     max_norm = session.config.train.max_grad_norm
-    norm = clip_gradients(accelerator, session.policy.parameters(), max_norm)
+    groups = session.policy.clipped_together()
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped all together
+        groups = groups[:1]
+    norm = math.hypot(*(clip_gradients(accelerator, group, max_norm) for group in groups))
     applied = step_if_finite(accelerator, session.optimizer, norm)
     progress.step += 1
     if applied:

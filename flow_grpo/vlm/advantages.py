@@ -138,10 +138,21 @@ def compute_token_advantages(
     *,
     discount: float,
     decay: float,
+    environment_weight: float = 0.0,
 ) -> None:
     """Set GAE advantages and returns in `tensors`.
 
     Advantages are whitened over all tokens of the epoch, and 0 for responses without a reward.
+
+    Args:
+        accelerator: Reduces sums over the processes.
+        rollout: The scored samples.
+        tensors: Per-token tensors by sample index, with values; changed in place.
+        kl_penalties: KL penalties (T,) by sample index, subtracted from the token rewards.
+        discount: Discount factor.
+        decay: GAE's lambda.
+        environment_weight: Weight of the rewards of an environment's steps. Each is placed at the
+            last token of its response; all other rewards are at the last token of the episode.
     """
     total = torch.zeros(3, dtype=torch.float64)
     for index, response in tensors.items():
@@ -150,7 +161,12 @@ def compute_token_advantages(
             response.advantages = torch.zeros_like(response.values)
             response.returns = response.values
             continue
-        rewards = compute_token_rewards(reward, len(response.values), kl_penalties.get(index))
+        turns, episode = None, rollout.samples[index].episode if environment_weight else None
+        if episode is not None:
+            turns = environment_weight * episode.token_rewards().to(reward.dtype)
+        rewards = compute_token_rewards(
+            reward, len(response.values), kl_penalties.get(index), turns
+        )
         response.advantages, response.returns = compute_gae(
             rewards, response.values, discount=discount, decay=decay
         )
@@ -162,10 +178,18 @@ def compute_token_advantages(
             response.advantages = whiten(response.advantages, total)
 
 
-def compute_token_rewards(reward: Tensor, length: int, penalty: Tensor | None = None) -> Tensor:
-    """Return token rewards (length,): `reward` at the last token, minus `penalty` (length,)."""
+def compute_token_rewards(
+    reward: Tensor, length: int, penalty: Tensor | None = None, turns: Tensor | None = None
+) -> Tensor:
+    """Return token rewards (length,) whose sum is `reward`, minus `penalty` (length,).
+
+    What `turns` (length,) does not contain of the reward is placed at the last token.
+    """
     rewards = reward.new_zeros(length)
     rewards[-1] = reward
+    if turns is not None:
+        rewards[-1] -= turns.sum()
+        rewards += turns
     return rewards if penalty is None else rewards - penalty
 
 

@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from flow_grpo.errors import first_line
 from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
+from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
 from flow_grpo.vlm.sequence_parallel import SequenceShards
 
@@ -128,6 +129,10 @@ def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torc
     config = model.config.get_text_config()
     heads, width = config.num_attention_heads, getattr(config, "head_dim", None)
     width = width or config.hidden_size // heads
+    if not (family := get_family(model)).flex_attention:
+        name = family.names[model.config.model_type]
+        logger.warning("flex attention does not support %s; training uses dense attention", name)
+        return False
     is_sdpa = config._attn_implementation == "sdpa"  # other values may mean modified attention
     if device.type != "cuda" or width < MIN_HEAD_DIM or not is_sdpa:
         return False

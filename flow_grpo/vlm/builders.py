@@ -15,6 +15,7 @@ from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
+from flow_grpo.modelscope_hub import local_model
 from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
@@ -22,7 +23,7 @@ from flow_grpo.training.builder import DTYPES, suggest_on_oom
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.vlm.attention import flex_attention_supported
 from flow_grpo.vlm.chat_template_file import read_chat_template
-from flow_grpo.vlm.fields import GAE, VLLM, VlmConfig
+from flow_grpo.vlm.fields import GAE, SEPARATE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
 from flow_grpo.vlm.lora import select_lora_layers
 from flow_grpo.vlm.models import (
@@ -139,6 +140,9 @@ def build_policy(
         and dtype is not None
         and flex_attention_supported(model, device, dtype)
     )
+    critic = None
+    if train.critic == SEPARATE:
+        critic = load_critic(config, len(encoder.tokenizer), model)
     policy = VlmPolicy(
         model,
         processors=[encoder.tokenizer, encoder.image_processor],
@@ -149,7 +153,8 @@ def build_policy(
         lora_path=train.lora_path,
         freeze_vision=train.freeze_vision,
         with_reference=train.beta > 0,
-        with_value=train.advantage == GAE,
+        with_value=train.advantage == GAE and critic is None,
+        critic_model=critic,
         temperature=config.sample.temperature,
         gradient_checkpointing=train.gradient_checkpointing,
         compute_dtype=dtype,
@@ -160,6 +165,30 @@ def build_policy(
     )
     raise_on_all_ranks(accelerator, lambda: check_forward_parity(policy.network))
     return policy
+
+
+def load_critic(config: VlmConfig, tokens: int, model: nn.Module) -> nn.Module:
+    """Load the model that a separate critic starts from.
+
+    Args:
+        config: Settings of the run.
+        tokens: Number of tokens of the policy's tokenizer.
+        model: The model of the policy, for device and dtype.
+    """
+    source, field, revision = config.train.critic_model, "train.critic_model", "main"
+    if not source:
+        source, field = config.pretrained.model, "pretrained.model"
+        revision = config.pretrained.revision
+    with suggest_on_oom(memory_saving_options(config)):
+        critic = load_model(source, model.device, model.dtype, revision, field=field)
+    if (found := critic.get_input_embeddings().num_embeddings) < tokens:
+        raise UserError(
+            f"has {found} token embeddings, but the policy's tokenizer has {tokens} tokens",
+            field=field,
+            value=source,
+            hint="use a model of the same family",
+        )
+    return critic
 
 
 def _can_compile(dtype: torch.dtype | None, device: torch.device) -> bool:
@@ -196,7 +225,7 @@ def build_engine(
     most_images = max(len(question.images) for question in questions)
     return build_vllm_engine(
         engine,
-        source=config.pretrained.model,
+        source=local_model(config.pretrained.model, config.pretrained.revision),
         revision=config.pretrained.revision,
         device=accelerator.device,
         dtype=DTYPES[config.mixed_precision],

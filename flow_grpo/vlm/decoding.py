@@ -164,6 +164,20 @@ def _linear_attention_states(layer: LinearAttentionLayer) -> tuple[Tensor, Tenso
     return layer.conv_states[0], layer.recurrent_states[0]
 
 
+def slot_bytes(
+    prefilled: PrefilledPrompts, columns: int, steps: int, dtype: torch.dtype | None
+) -> int:
+    """Return the memory of one slot in bytes; arguments as in `DecodingSlots`."""
+    total = 3 * (steps + 1) * torch.float64.itemsize  # random numbers, tokens, log-probabilities
+    for layer in prefilled.cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            total += sum(x[0].nbytes for x in _linear_attention_states(layer))
+        else:
+            width = layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel()
+            total += width * columns * (dtype or layer.keys.dtype).itemsize
+    return total
+
+
 class DecodingSlots:
     """State of the sequences that are decoded together; see the module docstring for the layout."""
 
@@ -266,8 +280,9 @@ class DecodingStep(nn.Module):
         if half:
             self.fused_decoder = FusedDecoder(decoder, network.compute_dtype)
             fused = {m for layer in self.fused_decoder.layers for m in layer.modules()}
+            critic = set() if network.value is None else set(network.value.modules())
             self.lora = [x for x in lora_layers(network) if is_mergeable(x) and x not in fused]
-            self.weights = dict(_inference_weights(self, network.compute_dtype, fused))
+            self.weights = dict(_inference_weights(self, network.compute_dtype, fused | critic))
             decoding = set(decoder.modules()) - fused
             parents = [(name, m) for name, m in self.named_modules() if m in decoding]
             self.fused_projections = list(_fuse_projections(parents, self.lora, self.weights))
@@ -305,7 +320,9 @@ class DecodingStep(nn.Module):
             hidden = self.network.forward_model(
                 positions[..., None],
                 input_ids=slots.token[:rows, None],
-                attention_mask=mask[:, None, None],
+                attention_mask=self.network.family.decoding_mask(
+                    mask[:, None, None], cache.write_column
+                ),
                 past_key_values=cache,
                 use_cache=True,
             )

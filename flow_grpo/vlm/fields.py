@@ -14,6 +14,7 @@ from flow_grpo.config import fields as shared
 from flow_grpo.config.settings import section, setting
 from flow_grpo.config.trainer_spec import TrainerSpec
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_reward_fields, option_names
+from flow_grpo.rewards.draw_settings import DrawSettings
 from flow_grpo.vlm.losses import (
     AGGREGATIONS,
     BUILT_IN_LOSSES,
@@ -36,10 +37,12 @@ ROLLOUT_SETTINGS = (
             *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
             *("mask_truncated", "kl_target", "kl_horizon"),
             *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
-            *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
+            *("gae_decay", "value_weight", "value_clip", "critic", "critic_model"),
+            *("critic_learning_rate", "critic_warmup"),
         )
     ),
 )
+HEAD, SEPARATE = "head", "separate"  # critics
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # name of the reward that the environment returns
 TRANSFORMERS, VLLM, AUTO = "transformers", "vllm", "auto"  # rollout engines
@@ -177,6 +180,7 @@ class VlmTrainConfig(shared.TrainFields):
         at_least=1,
         at_most=1024,
         requires={"compile=False": "the compiler cannot trace the exchange in attention"},
+        excludes={"train.critic=separate": "its layers are not divided"},
     )
     optimizer: str = setting(
         shared.ADAMW,
@@ -368,16 +372,29 @@ class VlmTrainConfig(shared.TrainFields):
     )
     value_weight: float = setting(0.1, 'For advantage="gae": weight of the value loss.', at_least=0)
     value_clip: float = setting(0.2, 'For advantage="gae": clip range of the value loss.', above=0)
+    critic: str = setting(
+        HEAD,
+        'For advantage="gae": the "head" is a linear layer on the last hidden states of the '
+        'policy; "separate" is a model with its own weights, all of which are trained.',
+        choices=(HEAD, SEPARATE),
+        requires="train.advantage=gae",
+    )
+    critic_model: str = setting(
+        "",
+        "Directory or hub id of the model that the critic starts from, of the same family as the "
+        "policy. Unset, pretrained.model.",
+        requires="train.critic=separate",
+    )
     critic_learning_rate: float | None = setting(
         None,
-        'For advantage="gae": learning rate of the value head, with the schedule of learning_rate. '
+        'For advantage="gae": learning rate of the critic, with the schedule of learning_rate. '
         f"Unset, {CRITIC_LEARNING_RATE:g} as in LMM-R1.",
         above=0,
         requires="train.advantage=gae",
     )
     critic_warmup: int = setting(
         0,
-        'For advantage="gae": epochs at the start of the run that train only the value head.',
+        'For advantage="gae": epochs at the start of the run that train only the critic.',
         at_least=0,
         requires="train.advantage=gae",
     )
@@ -589,6 +606,7 @@ class VlmConfig(shared.SharedFields):
     custom_losses: dict = setting(
         {}, 'Custom losses, selected by name in train.loss: {"mine": "path/to/file.py:Mine"}.'
     )
+    draw: DrawSettings = section(DrawSettings)
     sample: VlmSampleConfig = section(VlmSampleConfig)
     train: VlmTrainConfig = section(VlmTrainConfig)
 

@@ -20,8 +20,10 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from flow_grpo.perf.compile_utils import compile_or_eager
+from flow_grpo.perf.device_memory import free_memory
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
-from flow_grpo.perf.lora import cast_stochastic, is_mergeable, merged_weight
+from flow_grpo.perf.lora import cast_stochastic, is_plain_lora, merged_weight
+from flow_grpo.perf.quantization import Nf4Linear
 from flow_grpo.vlm.attention import attend_single_query
 
 # Layers of transformers that `decoder_layer` computes; Llama has no biases, Qwen3 normalizes heads.
@@ -34,6 +36,7 @@ LAYER_CLASSES = {
     "Qwen3VLTextDecoderLayer",
 }
 WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")  # in `decoder_layer`
+DEQUANTIZED_FRACTION = 0.5  # of the free memory, at most; the cache and activations need the rest
 
 
 class LayerWeights(NamedTuple):
@@ -162,10 +165,11 @@ class FusedDecoder:
 
     @torch.no_grad()
     def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
+        dequantize = has_memory_to_dequantize(decoder, dtype)
         self.layers = {
             layer: (layer_weights(layer, dtype), layer_shape(layer))
             for layer in getattr(decoder, "layers", ())
-            if is_supported(layer, dtype)
+            if is_supported(layer, dtype, dequantize=dequantize)
         }
         self.function = decoder_layer
         if next(decoder.parameters()).is_cuda:
@@ -212,11 +216,24 @@ class FusedDecoder:
             )
 
 
-def is_supported(layer: nn.Module, dtype: torch.dtype) -> bool:
+def has_memory_to_dequantize(decoder: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether the NF4 weights of a decoder fit in memory a second time, dequantized."""
+    layers = [module for module in decoder.modules() if isinstance(module, Nf4Linear)]
+    size = sum(layer.out_features * layer.in_features for layer in layers) * dtype.itemsize
+    device = next(decoder.parameters()).device
+    return bool(layers) and size <= DEQUANTIZED_FRACTION * free_memory(device)
+
+
+def is_supported(layer: nn.Module, dtype: torch.dtype, *, dequantize: bool) -> bool:
     """Return whether `decoder_layer` computes this layer.
 
     Layers whose weights need not be copied to merge LoRA or to cast them are left as they are,
     because concatenating their projections would take memory.
+
+    Args:
+        layer: A layer of the decoder.
+        dtype: Compute dtype of the matrices.
+        dequantize: Whether NF4 weights may be copied.
     """
     if type(layer).__name__ not in LAYER_CLASSES:
         return False
@@ -225,7 +242,7 @@ def is_supported(layer: nn.Module, dtype: torch.dtype) -> bool:
         getattr(layer.self_attn, "sliding_window", None) is None
         and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
         and all(linear[name].bias is None for name in WITHOUT_BIAS)
-        and all(_is_copied(module, dtype) for module in linear.values())
+        and all(_is_copied(module, dtype, dequantize) for module in linear.values())
     )
 
 
@@ -237,11 +254,15 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _is_copied(projection: nn.Module, dtype: torch.dtype) -> bool:
+def _is_copied(projection: nn.Module, dtype: torch.dtype, dequantize: bool) -> bool:
     """Return whether a projection is a product with one matrix that `dense_weight` copies."""
-    if isinstance(projection, lora.LoraLayer):
-        return is_mergeable(projection)
-    return type(projection) is nn.Linear and projection.weight.dtype != dtype
+    is_lora = isinstance(projection, lora.LoraLayer)
+    if is_lora and not is_plain_lora(projection):
+        return False
+    base = projection.base_layer if is_lora else projection
+    if isinstance(base, Nf4Linear):
+        return dequantize
+    return type(base) is nn.Linear and (is_lora or base.weight.dtype != dtype)
 
 
 def layer_weights(layer: nn.Module, dtype: torch.dtype) -> LayerWeights:
@@ -264,11 +285,11 @@ def layer_weights(layer: nn.Module, dtype: torch.dtype) -> LayerWeights:
 
 
 def dense_weight(projection: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of a projection in `dtype`, with LoRA merged."""
-    if not isinstance(projection, lora.LoraLayer):
-        return projection.weight.to(dtype)
-    weight = projection.base_layer.weight
-    if projection.disable_adapters:
+    """Return the matrix of a projection in `dtype`, dequantized and with LoRA merged."""
+    is_lora = isinstance(projection, lora.LoraLayer)
+    base = projection.base_layer if is_lora else projection
+    weight = base.dequantize() if isinstance(base, Nf4Linear) else base.weight
+    if not is_lora or projection.disable_adapters:
         return weight.to(dtype)
     return cast_stochastic(merged_weight(projection, weight), dtype)
 

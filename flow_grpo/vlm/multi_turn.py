@@ -5,6 +5,7 @@ trained; observation tokens are masked out.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from flow_grpo.vlm.rollout import EpisodeRecord, RolloutEngine, Sample
 
 @dataclass
 class Episode:
-    """State of one episode: its question, the conversation so far, and the sum of its rewards."""
+    """State of one episode: its question, the conversation so far, and the rewards of its steps."""
 
     number: int  # within its batch
     row: int  # of the data set
@@ -29,7 +30,7 @@ class Episode:
     responses: list[Sample] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
     response_spans: list[slice] = field(default_factory=list)  # in `conversation`
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     failure: str = ""
     done: bool = False
 
@@ -61,7 +62,13 @@ class Episode:
                 conversation.vision_inputs[num_prompt_images:],
                 conversation.sources[num_prompt_images:],
             ),
-            EpisodeRecord(self.response_texts, self.observations, self.reward, self.failure),
+            EpisodeRecord(
+                self.response_texts,
+                self.observations,
+                self.rewards,
+                [len(response.tokens) for response in self.responses],
+                self.failure,
+            ),
         )
 
 
@@ -123,24 +130,38 @@ class EpisodeRunner:
         if isinstance(step, Failed):
             episode.done, episode.failure = True, step.reason
             return
-        episode.reward += step.reward
+        episode.rewards.append(step.reward)
         episode.done = step.done or last
         if episode.done:
             return
-        encoder = self.rollout_engine.encoder
-        tokens = episode.responses[-1].tokens
-        where = f"an observation for {episode.question.where}"
         try:
-            observation = encoder.encode_observation(
-                step.text, step.images, tokens, where, self.max_observation_tokens
-            )
+            shown = self._append_observation(episode, step)
         except UserError as error:
             episode.done, episode.failure = True, str(error)
-            return
-        episode.observations.append(step.text)
+        else:
+            episode.observations.append(shown)
+
+    def _append_observation(self, episode: Episode, step: StepResult) -> str:
+        """Append an observation, or its fallback if it cannot be encoded; return its text."""
+        encoder, tokens = self.rollout_engine.encoder, episode.responses[-1].tokens
+        where, text, images = f"an observation for {episode.question.where}", step.text, step.images
+        encode = partial(
+            encoder.encode_observation,
+            response=tokens,
+            where=where,
+            limit=self.max_observation_tokens,
+        )
+        try:
+            observation = encode(text, images)
+        except UserError:
+            if not step.fallback:
+                raise
+            text, images = step.fallback, ()
+            observation = encode(text, images)
         episode.conversation = encoder.append_tokens(
             episode.conversation,
             torch.cat([tokens, observation.ids]),
             observation.vision_inputs,
-            step.images,
+            images,
         )
+        return text

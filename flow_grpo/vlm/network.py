@@ -33,7 +33,7 @@ class PolicyModel(nn.Module):
     Args:
         model: The transformers model, from `load_model`.
         temperature: Divides the logits, in sampling and in training.
-        with_value: Whether to add a value head (a zero-initialized linear layer).
+        with_value: Whether to add a value head.
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
         compiled: Whether to compile the decoder layers.
@@ -55,10 +55,8 @@ class PolicyModel(nn.Module):
         self.compute_dtype = compute_dtype
         width = model.config.get_text_config().hidden_size
         precise = torch.promote_types(model.dtype, torch.float32)
-        self.value = nn.Linear(width, 1, dtype=precise) if with_value else None
-        if self.value is not None:
-            nn.init.zeros_(self.value.weight)
-            nn.init.zeros_(self.value.bias)
+        # a linear layer on the hidden states, or a module that computes values from the batch
+        self.value: nn.Module | None = build_value_head(width, precise) if with_value else None
         if compute_dtype is not None:
             fuse_rms_norms(model)
         self.family = get_family(model)
@@ -80,7 +78,12 @@ class PolicyModel(nn.Module):
         self.shards = shards
 
     def forward(
-        self, batch: PackedBatch, *, critic_only: bool = False, given: bool = False
+        self,
+        batch: PackedBatch,
+        *,
+        critic_only: bool = False,
+        given: bool = False,
+        with_values: bool = True,
     ) -> dict[str, Tensor]:
         """Compute the log-probabilities and values of R packed responses.
 
@@ -89,6 +92,7 @@ class PolicyModel(nn.Module):
             critic_only: Whether the gradient of the values stops at the value head.
             given: Whether the responses are not samples of the policy, which cannot sample banned
                 tokens. Then these have a probability too, as in other trainers.
+            with_values: Whether to compute the values, if there is a critic.
 
         Returns:
             `log_probs` (R, T), with `given` `is_top1` (R, T): whether each token is the most likely
@@ -101,9 +105,12 @@ class PolicyModel(nn.Module):
             own = self.shards.own_tokens(count, tokens.device)
             chosen, tokens = chosen[own], tokens[own]
         scores = self.token_scores(chosen, tokens, given=given)
-        if self.value is not None:
-            features = chosen.detach() if critic_only else chosen
-            scores["values"] = self.value(features.to(self.value.weight.dtype))[:, 0]
+        if self.value is not None and with_values:
+            if isinstance(self.value, nn.Linear):
+                features = chosen.detach() if critic_only else chosen
+                scores["values"] = self.value(features.to(self.value.weight.dtype))[:, 0]
+            else:
+                scores["values"] = self.value(batch)
         if self.shards is not None:
             scores = {name: self.shards.gather_tokens(x, count) for name, x in scores.items()}
         return {name: scatter_to_mask(own, batch.mask) for name, own in scores.items()}
@@ -121,9 +128,7 @@ class PolicyModel(nn.Module):
             hidden = self.forward_model(
                 inputs.position_ids,
                 input_ids=inputs.input_ids,
-                attention_mask=self.family.attention_mask(
-                    make_mask(inputs.segments), inputs.segments != PADDING_SEGMENT
-                ),
+                attention_mask=self.family.attention_mask(make_mask(inputs.segments), inputs),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **images,
@@ -245,6 +250,14 @@ class PolicyModel(nn.Module):
             images={name: tensor.to(device) for name, tensor in image.items()},
             image_indices=ids.new_zeros(1),
         )
+
+
+def build_value_head(width: int, dtype: torch.dtype) -> nn.Linear:
+    """Return a linear layer, initialized to zero, from hidden states to one value."""
+    head = nn.Linear(width, 1, dtype=dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 class FrozenHeadScores(torch.autograd.Function):

@@ -29,6 +29,7 @@ from flow_grpo.vlm.lora import attach_lora, select_lora_layers
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch
+from flow_grpo.vlm.separate_critic import SeparateCritic, build_critic
 from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards
 
 
@@ -51,6 +52,7 @@ class VlmPolicy(BasePolicy):
         freeze_vision: Whether the vision tower stays frozen.
         with_reference: Whether to keep a reference policy, for the KL penalty.
         with_value: Whether to add a value head.
+        critic_model: Model of a critic with its own weights, instead of a value head.
         temperature: Sampling temperature.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
@@ -73,6 +75,7 @@ class VlmPolicy(BasePolicy):
         freeze_vision: bool = True,
         with_reference: bool = False,
         with_value: bool = False,
+        critic_model: nn.Module | None = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
@@ -108,16 +111,20 @@ class VlmPolicy(BasePolicy):
             upcast_parameters(others, weight_dtype)
             self._frozen_reference = PolicyModel(frozen, **settings)
         self.network = PolicyModel(model, with_value=with_value, **settings)
+        models = [model]
+        if critic_model is not None:
+            models.append(critic_model)
+            self.network.value = build_critic(critic_model, settings, freeze_vision=freeze_vision)
         self.network.to(model.device)
         self._activation_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
-            old_name = model.gradient_checkpointing_enable  # until transformers 5.23
-            enable = getattr(model, "activation_checkpointing_enable", old_name)
+        for each in models if gradient_checkpointing else ():
+            old_name = each.gradient_checkpointing_enable  # until transformers 5.23
+            enable = getattr(each, "activation_checkpointing_enable", old_name)
             enable({"use_reentrant": False})
         self.module = self.full_model = self.network
         # copied before weights are sharded, because each rank uses it independently
         self._initial_lora = (
-            Reference(self.trained_parameters()) if use_lora and with_reference else None
+            Reference(self.sampled_parameters()) if use_lora and with_reference else None
         )
 
     def split_columns(self, shards: SequenceShards) -> None:
@@ -129,7 +136,8 @@ class VlmPolicy(BasePolicy):
         """
         decoder, family = self.model.get_decoder(), self.network.family
         implementation = decoder.config._attn_implementation
-        if implementation not in ("sdpa", PACKED_ATTENTION) or not family.shares_prompt:
+        is_full = family.shares_prompt and not family.sliding_window
+        if implementation not in ("sdpa", PACKED_ATTENTION) or not is_full:
             raise UserError(
                 f"is not supported for {type(self.model).__name__}: its layers exchange tokens in "
                 "other ways than by full attention",
@@ -148,26 +156,44 @@ class VlmPolicy(BasePolicy):
             trains_tower = any(p.requires_grad for p in tower.parameters())
             what += f", {'including' if trains_tower else 'without'} the vision tower"
         if self.network.value is not None:
-            what += ", plus a value head"
+            what += f", plus a {'separate critic' if self.has_separate_critic else 'value head'}"
         return f"{what}: {sum(p.numel() for p in self.parameters()):,} parameters"
 
     def _load_lora(self, path: str) -> None:
         attach_lora(self.model, path)
 
+    @property
+    def has_separate_critic(self) -> bool:
+        return isinstance(self.network.value, SeparateCritic)
+
+    def sampled_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters without those of a separate critic."""
+        trained = self.trained_parameters()
+        if not self.has_separate_critic:
+            return trained
+        return {name: p for name, p in trained.items() if not name.startswith("value.")}
+
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the policy's parameters and, in a second group, those of the value head."""
+        """Return the policy's parameters and, in a second group, those of the critic."""
         if self.network.value is None:
             return super().parameter_groups()
-        critic = list(self.network.value.parameters())
-        policy = self.parameters()[: -len(critic)]  # the value head is the last module
-        return [{"params": policy}, {"params": critic}]
+        return [{"params": own} for own in self._policy_and_critic()]
+
+    def clipped_together(self) -> list[list[nn.Parameter]]:
+        """Return the policy and a separate critic, whose gradients are clipped separately."""
+        return list(self._policy_and_critic()) if self.has_separate_critic else [self.parameters()]
+
+    def _policy_and_critic(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the trained parameters of the policy and of the critic."""
+        critic = [p for p in self.network.value.parameters() if p.requires_grad]
+        return self.parameters()[: -len(critic)], critic  # the critic is the last module
 
     def drop_policy_gradients(self) -> None:
-        """Keep only the gradients of the value head: the optimizer skips parameters without one.
+        """Keep only the gradients of the critic: the optimizer skips parameters without one.
 
         DeepSpeed keeps its own gradients, which are 0 here.
         """
-        for parameter in self.parameters()[: -len(list(self.network.value.parameters()))]:
+        for parameter in self._policy_and_critic()[0]:
             parameter.grad = None
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
@@ -179,7 +205,9 @@ class VlmPolicy(BasePolicy):
             optimizer.register_load_state_dict_pre_hook(split_saved_param_groups)
         if is_sharded(accelerator):
             self.full_model = build_sampling_copy(self.network)
-            self.network.runs_in_lockstep = True
+            for part in self.network.modules():
+                if isinstance(part, PolicyModel):  # a separate critic is one as well
+                    part.runs_in_lockstep = True
         if accelerator.distributed_type == DistributedType.FSDP:
             blocks = list(self.model._no_split_modules)
             accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = blocks
@@ -229,7 +257,7 @@ class VlmPolicy(BasePolicy):
         if self._frozen_reference is not None:
             return self._frozen_reference(batch, given=given)["log_probs"]
         with self._initial_lora.applied():
-            return self.full_model(batch, given=given)["log_probs"]
+            return self.full_model(batch, given=given, with_values=False)["log_probs"]
 
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         self.model.save_pretrained(folder, state_dict=weights)
@@ -262,9 +290,11 @@ def build_sampling_copy(network: PolicyModel) -> PolicyModel:
     """
     sampling_copy = copy_without_weights(network)
     if network.compute_dtype is not None:
-        named = dict(sampling_copy.model.named_parameters())
-        for name in linear_only_weights(sampling_copy.model):
-            named[name].data = named[name].data.to(network.compute_dtype)
+        models = [m.model for m in sampling_copy.modules() if isinstance(m, PolicyModel)]
+        for model in models:  # a separate critic's as well
+            named = dict(model.named_parameters())
+            for name in linear_only_weights(model):
+                named[name].data = named[name].data.to(network.compute_dtype)
     return sampling_copy
 
 

@@ -36,12 +36,25 @@ GenerationBatch = tuple[dict[int, EncodedPrompt], list[int], list[torch.Generato
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """Texts and reward of an episode in an environment."""
+    """Texts and rewards of an episode in an environment."""
 
     responses: list[str]
     observations: list[str]  # between the responses
-    reward: float  # sum over all steps
+    rewards: list[float]  # of each step; that of a failed step is missing
+    lengths: list[int]  # sampled tokens of each response
     failure: str  # why it ended without a reward, or ""
+
+    @property
+    def reward(self) -> float:
+        """Return the sum over all steps."""
+        return sum(self.rewards)
+
+    def token_rewards(self) -> Tensor:
+        """Return the reward of each step at the last token of its response, (T,)."""
+        rewards = torch.zeros(sum(self.lengths))
+        ends = torch.tensor(self.lengths).cumsum(0) - 1
+        rewards[ends[: len(self.rewards)]] = torch.tensor(self.rewards)
+        return rewards
 
     def to_reward_metadata(self) -> dict[str, Any]:
         """Return the metadata in which the `environment` reward finds the return of the episode."""

@@ -4,6 +4,7 @@ Every token uses one random number from its own sample's generator, so a respons
 which others are sampled with it. decoding.py describes the slots and the decoding step.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flow_grpo.perf.device_memory import free_memory
 from flow_grpo.vlm.decoding import (
     COLUMN_MULTIPLE,
     DecodingGraphs,
@@ -19,11 +21,15 @@ from flow_grpo.vlm.decoding import (
     PrefilledPrompts,
     can_capture_graphs,
     draw_uniform,
+    slot_bytes,
 )
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PADDING_SEGMENT, left_pad_prompts
 from flow_grpo.vlm.prompts import EncodedPrompt
 
+logger = logging.getLogger("flow_grpo")
+
+SLOT_FRACTION = 0.7  # of the free memory, at most; the next prompts and logits need the rest
 STEPS_PER_CHECK = 4  # steps between checks for finished responses, each of which syncs with the GPU
 MAX_OCCUPANCY = 15 / 16  # refill at or below this: starting several at once is cheaper
 COMPACTION_THRESHOLD = 0.8  # compact when this fraction of the rows or less is active
@@ -97,6 +103,7 @@ class Sampler:
         )
         self.step: DecodingStep | DecodingGraphs = self.eager_step
         self.slots: DecodingSlots | None = None
+        self.max_slots = 0  # that fit in memory; known once slots are allocated
 
     def sample(
         self,
@@ -115,7 +122,8 @@ class Sampler:
     def sample_stream(self, requests: Iterable[PromptBatch]) -> Iterator[SampledTokens]:
         """Yield the result of `sample` for each batch, in order.
 
-        There are slots for one batch: when a response ends, one of the next batch takes its slot.
+        There are slots for one batch, or as many as fit in memory: when a response ends, the next
+        one, which may be of the next batch, takes its slot.
         """
         # in training mode, models with activation checkpointing do not use a cache
         self.network.eval()
@@ -180,7 +188,7 @@ class Sampler:
     def _ensure_slots(self, batch: PendingBatch, active: dict[int, ActiveSequence]) -> bool:
         """Allocate slots that fit the batch; return False if smaller ones are still in use."""
         rows, columns = len(batch.rows), _round_up_columns(batch.prefilled.columns + self.steps)
-        if self.slots is not None and self.slots.fits(rows, columns):
+        if self.slots is not None and self.slots.fits(min(rows, self.max_slots), columns):
             return True
         if active:
             return False
@@ -189,6 +197,11 @@ class Sampler:
         # free the old slots first: both together may exceed the GPU's memory
         self.slots, self.step = None, self.eager_step
         dtype = self.network.compute_dtype
+        size = slot_bytes(batch.prefilled, columns, self.steps, dtype)
+        self.max_slots = max(1, int(SLOT_FRACTION * free_memory(self.device) / size))
+        if self.max_slots < rows:
+            logger.info("memory for %d of %d concurrent responses", self.max_slots, rows)
+            rows = self.max_slots
         self.slots = DecodingSlots(batch.prefilled, rows, columns, self.steps, dtype)
         self.step = DecodingGraphs(self.eager_step) if self.use_cuda_graphs else self.eager_step
         return True

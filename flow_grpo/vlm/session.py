@@ -48,6 +48,7 @@ from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import QuestionSets, build_questions
 from flow_grpo.vlm.rollout import GenerationBatch, RolloutEngine, Sample
+from flow_grpo.vlm.separate_critic import check_critic_model
 from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards, check_heads
 from flow_grpo.vlm.vllm_engine import check_vllm_platform, check_vllm_support
 
@@ -208,6 +209,9 @@ def _open_run(
             size,
             AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False),
         )
+    if config.train.critic_model:
+        source, revision = config.pretrained.model, config.pretrained.revision
+        check_critic_model(source, config.train.critic_model, revision)
     plan = build_plan(config.sample, config.train, num_processes or accelerator.num_processes)
     run.open_folder(begin, plan.updates)
     return plan

@@ -25,6 +25,7 @@ from transformers import AutoConfig
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.images import read_image
+from flow_grpo.modelscope_hub import local_model
 from flow_grpo.perf.lora import cast_stochastic
 from flow_grpo.perf.quantization import QuantizedLinear
 from flow_grpo.training.distributed import gather_parameters, to_full_tensor
@@ -72,12 +73,13 @@ def check_vllm_support(source: str, revision: str, tensor_parallel: int = 1) -> 
     That is the case if vLLM would preprocess its images differently, cannot load its experts, or
     cannot shard its attention heads over `tensor_parallel` ranks.
     """
+    source = local_model(source, revision)
     family = find_family(source, revision)
     if not family.vllm:
-        (name,) = family.names.values()
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         raise UserError(
-            f"is incompatible with {name} (pretrained.model={source!r}), whose images vLLM tiles "
-            "differently",
+            f"is incompatible with {family.names[config.model_type]} "
+            f"(pretrained.model={source!r}), whose images vLLM treats differently",
             field="sample.engine",
             value="vllm",
             hint="use sample.engine='transformers'",

@@ -78,6 +78,8 @@ def test_declared_conditions_name_settings_and_their_values(spec):
         (DIFFUSION, {"train.offload_optimizer": True, "train.use_8bit_adam": True}, "8bit_adam"),
         (DIFFUSION, {"train.keep_best_worst": 2, "sample.same_latent": True}, "same_latent=True"),
         (VLM, {"train.critic_warmup": 2}, "train.advantage='grpo'"),
+        (VLM, {"train.critic": "separate"}, "train.advantage='grpo'"),
+        (VLM, {"train.critic_model": "own"}, "train.critic='head'"),
         (VLM, {"sample.refills": 2, "train.advantage": "gae"}, "train.advantage='gae'"),
         (VLM, {"train.dual_clip": 3.0, "train.loss": "cispo"}, "train.loss='cispo'"),
     ],

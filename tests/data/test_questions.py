@@ -20,7 +20,7 @@ from user_errors import raises_user_error
 
 from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question, QuestionLayout, find_questions, load_questions
-from flow_grpo.data.rows import read_file
+from flow_grpo.data.rows import READERS, read_file
 from flow_grpo.vlm.session import build_session
 
 
@@ -194,7 +194,7 @@ def test_cached_images_of_parquet_files_are_not_kept_in_memory(folder, monkeypat
         for n, own in enumerate(images * 3)
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "x.parquet")
-    monkeypatch.setattr("flow_grpo.data.rows.PARQUET_ROWS", 2)
+    monkeypatch.setattr("flow_grpo.data.rows.BATCH_ROWS", 2)
     kept = read_file(folder / "x.parquet", QuestionLayout())
     cached = read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "cache")))
     assert [q.answer for q in cached] == [str(n) for n in range(9)]
@@ -210,6 +210,27 @@ def test_cached_images_of_parquet_files_are_not_kept_in_memory(folder, monkeypat
     (folder / "file").write_text("")
     with raises_user_error("cannot be written", field="image_cache"):
         read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "file/cache")))
+
+
+def test_a_parquet_file_is_read_with_bounded_memory(folder, monkeypatch):
+    """It is that of a page, also if all images are in one row group."""
+    rows, size = 64, 2**18
+    generator = np.random.default_rng(0)
+    images = [[{"bytes": generator.bytes(size), "path": None}] for _ in range(rows)]
+    columns = {"problem": ["?"] * rows, "answer": ["1"] * rows, "images": images}
+    path = folder / "x.parquet"
+    parquet.write_table(
+        pyarrow.table(columns), path, row_group_size=rows, write_batch_size=4, data_page_size=size
+    )
+    assert parquet.ParquetFile(path).num_row_groups == 1
+    monkeypatch.setattr("flow_grpo.data.rows.BATCH_ROWS", 2)
+    before, peak, read = pyarrow.total_allocated_bytes(), 0, 0
+    del columns, images
+    for _, row in READERS[".parquet"](path, QuestionLayout()):
+        read += len(row["images"][0]["bytes"])
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert read == rows * size
+    assert peak < read / 3
 
 
 def test_image_dir_replaces_the_directory_of_the_file(folder):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 import reproduce
 from huggingface_hub import ModelCard, constants
@@ -36,7 +37,8 @@ QUICK = [
 ]
 
 
-def test_a_task_ends_with_the_card(tmp_path):
+def test_a_task_ends_with_the_card(tmp_path, monkeypatch):
+    monkeypatch.setenv(fork_server.INTERPRETER, fork_server.interpreter(environment()))
     out = tmp_path / "out"
     run = out / "logs/train"
     options = ("--small", "--out", out, "--num_prompts", "2")

@@ -26,6 +26,7 @@ RUNS = {
     "refilled": {**REFILLED, "train.updates_per_epoch": 3, "train.beta": 0.1},
     "episodes": EPISODES,
     "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", **WARMUP},
+    "critic": {"train.advantage": "gae", "train.critic": "separate", **WARMUP},
 }
 # given responses; two processes stop after the first epoch and resume
 GIVEN = {

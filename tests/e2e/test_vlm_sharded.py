@@ -20,7 +20,8 @@ from flow_grpo.vlm.policy import VlmPolicy
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}
 RESUMED = {"num_epochs": 2, "resume": "auto"}
 RUNS = {
-    "lora": {"train.ema": True, "train.advantage": "gae"},  # with a value head
+    # with a value head of its own model
+    "lora": {"train.ema": True, "train.advantage": "gae", "train.critic": "separate"},
     "full": {
         "use_lora": False,
         "train.freeze_vision": False,
@@ -153,7 +154,9 @@ def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
 def sequence_parallel(folder) -> Path:
     """Log directory of runs on four processes, as one group with DDP and as two with FSDP2."""
     group = "train.sequence_parallel"
-    one = runs(folder, "groups", ["lora"], exact=True, **{group: 4, "train.recompute_old": True})
+    head = {"exact": True, "run_name": "head", "train.critic": "head", "train.recompute_old": True}
+    vlm_runs.run(**runs(folder, "alone", ["lora"], **head)[0])
+    one = runs(folder, "groups", ["lora"], **head, **{group: 4})
     two = runs(folder, "groups", ["full"], exact=True, num_epochs=2, fsdp2=True, **{group: 2})
     arguments = json.dumps([*one, *two]), str(folder / "errors.json")
     vlm_runs.launch(4, sequence_parallel_runs.__file__, *arguments)
@@ -161,7 +164,7 @@ def sequence_parallel(folder) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["head", "full"])
 def test_sequence_parallel_runs_have_the_weights_of_one_process(
     one_process, sequence_parallel, name
 ):
@@ -172,7 +175,7 @@ def test_sequence_parallel_runs_have_the_weights_of_one_process(
     assert [line["train/first_update_ratio_dev"] for line in two if "train/loss" in line] == (
         [0.0] * len(one[1:])
     )
-    for file in WEIGHTS[name]:
+    for file in WEIGHTS["lora" if name == "head" else name]:
         one, two = (weights(logdir / name, file) for logdir in (one_process, sequence_parallel))
         assert one.keys() == two.keys()
         for parameter in one:
@@ -191,8 +194,9 @@ def test_sequence_parallel_passes_of_all_families_equal_those_of_one_process(
         assert max(found.values()) < 1e-10, (family, found)
 
 
-# Adam would amplify rounding errors of gradients close to zero
-FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3}
+# Adam would amplify rounding errors of gradients close to zero. DeepSpeed clips the gradients of
+# the policy and of its critic together.
+FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3, "train.max_grad_norm": 100.0}
 # our code does not distinguish stages 1 and 2; test_resume.py runs 1
 STAGES = {2: ["full"], 3: ["lora", "full"]}
 

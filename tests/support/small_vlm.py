@@ -16,6 +16,9 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vImageProcessorPil,
@@ -97,6 +100,7 @@ FAMILIES = {
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "internvl": (InternVLConfig, InternVLForConditionalGeneration),
     "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
+    "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
 }
 OLD_LAYOUT = ("qwen2_vl", "qwen2_5_vl")  # published in another layout than transformers saves
 
@@ -124,6 +128,40 @@ INTERNVL = {
     "tie_word_embeddings": True,
 }
 
+# alternating layers, a window shorter than an image, and logits scaled by another size than that of
+# a head
+GEMMA3_TEXT = {
+    **TEXT,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 3,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "text_config": GEMMA3_TEXT,
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+    "tie_word_embeddings": True,
+}
+# the tokens of an image where they are not Qwen's; the last one is repeated
+IMAGE_TOKENS = {
+    "internvl": ["<img>", "</img>", "<IMG_CONTEXT>"],
+    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+}
+PLACEHOLDERS = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}  # of the template
+
 
 def build(family: str = "qwen3_vl", seed: int = 0, wide: bool = False) -> nn.Module:
     """Build a model; `wide` heads have the smallest size that vLLM supports."""
@@ -150,6 +188,8 @@ def config_fields(family: str, wide: bool = False) -> dict[str, Any]:
     text, token_ids = {**text, "rope_parameters": rope}, TOKEN_IDS
     if family == "internvl":
         return INTERNVL
+    if family == "gemma3":
+        return GEMMA3
     if family == "glm4v":
         rope["partial_rotary_factor"] = 1.0
         starts = {f"{kind}_start_token_id": START for kind in ("image", "video")}
@@ -182,16 +222,15 @@ def config_fields(family: str, wide: bool = False) -> dict[str, Any]:
 
 
 def chat_template(family: str) -> str:
-    """Return the chat template; InternVL's does not mark the start and end of an image."""
+    """Return the chat template; some do not mark the start and end of an image."""
     image = "<|vision_start|><|image_pad|><|vision_end|>"
-    return TEMPLATE.replace(image, "<IMG_CONTEXT>") if family == "internvl" else TEMPLATE
+    return TEMPLATE.replace(image, PLACEHOLDERS.get(family, image))
 
 
 def build_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character."""
     special = list(SPECIAL)
-    if family == "internvl":
-        special[START : IMAGE + 1] = ["<img>", "</img>", "<IMG_CONTEXT>"]
+    special[START : IMAGE + 1] = IMAGE_TOKENS.get(family, special[START : IMAGE + 1])
     names = {name: i for i, name in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -213,6 +252,8 @@ def build_image_processor(
     half = [0.5, 0.5, 0.5]
     if family == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=6)
+    if family == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     if family == "glm4v":  # its limits count two frames
         limits = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
         return Glm4vImageProcessorPil(

@@ -26,7 +26,7 @@ from flow_grpo.vlm.advantages import (
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import pack_responses
 from flow_grpo.vlm.plan import VlmBatchPlan
-from flow_grpo.vlm.rollout import Rollout, Sample
+from flow_grpo.vlm.rollout import EpisodeRecord, Rollout, Sample
 
 COMMON = {"num_epochs": 2, "train.updates_per_epoch": 1, "train.learning_rate": 0.01}
 BETA = 0.5
@@ -72,6 +72,29 @@ def test_large_rewards_are_whitened_without_rounding():
     advantages = torch.cat([own.advantages for own in tensors.values()])
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == pytest.approx([-1, 1, 0])
+
+
+def test_rewards_of_steps_are_placed_at_their_turns():
+    """Turns have 2, 1 and 2 tokens; the environment's weight is 2, and another reward gives 0.7.
+
+    Token rewards are 0, 1, -0.5, 0, 2 + 0.7. The last step of the second episode failed.
+    """
+    rollout = one_group(avg=[3.2, 0.5, math.nan])
+    records = [
+        EpisodeRecord(["", "", ""], ["", ""], [0.5, -0.25, 1.0], [2, 1, 2], ""),
+        EpisodeRecord(["", ""], [""], [0.25], [1, 1], ""),
+        EpisodeRecord([""], [], [], [1], "broken"),
+    ]
+    tensors = {}
+    for index, record in enumerate(records):
+        zeros = torch.zeros(sum(record.lengths))
+        rollout.samples[index] = Sample(0, zeros, zeros, True, "", None, record)
+        tensors[index] = ResponseTensors(zeros, values=zeros)
+    settings = {"discount": 1.0, "decay": 1.0, "environment_weight": 2.0}
+    compute_token_advantages(Accelerator(cpu=True), rollout, tensors, {}, **settings)
+    assert tensors[0].returns.tolist() == pytest.approx([3.2, 3.2, 2.2, 2.7, 2.7])
+    assert tensors[1].returns.tolist() == pytest.approx([0.5, 0.0])
+    assert tensors[2].advantages.tolist() == [0]
 
 
 @dataclass

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
+from torch.nn import functional
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.perf import compile_utils
 from flow_grpo.perf.lora import disable_lora, lora_layers
-from flow_grpo.perf.quantization import quantize_linears
+from flow_grpo.perf.quantization import Nf4Linear, quantize_linears
 from flow_grpo.vlm import attention, fused_layer, sampling
 from flow_grpo.vlm.attention import rotary_modules, single_query_attention
 from flow_grpo.vlm.decoding import (
@@ -153,6 +154,34 @@ def test_small_slots_are_freed_before_larger_ones_are_allocated(family, prompts,
     assert len(made) == 4
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
+def test_as_many_slots_as_fit_in_memory(name, tmp_path, monkeypatch):
+    """Fewer slots sample the same responses, and both batches use the same slots."""
+    network = PolicyModel(small_vlm.build(name))
+    encoder = small_vlm.encoder(network.model)
+    prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    expected = Sampler(network, **SETTINGS).sample(prompts, ROWS, generators(ROWS))
+    sampler = Sampler(network, **SETTINGS)
+    sampler.sample(prompts, ROWS, generators(ROWS))
+    slots = sampler.slots
+    tensors = [slots.draws, slots.tokens, slots.log_probs.double()]
+    for stored in (slots.cache.keys_values, slots.cache.states):
+        tensors += [tensor for pair in stored.values() for tensor in pair]
+    size = sum(tensor[0].nbytes for tensor in tensors)
+
+    for memory, rows in ((4.99 * size, 4), (0, 1)):
+        available = memory / sampling.SLOT_FRACTION
+        monkeypatch.setattr(sampling, "free_memory", lambda device, n=available: n)
+        sampler = Sampler(network, **SETTINGS)
+        batch = (prompts, ROWS, generators(ROWS))
+        first, again = sampler.sample_stream([batch, (prompts, ROWS, generators(ROWS))])
+        assert sampler.slots.rows == rows
+        assert sampler.slots.columns == slots.columns
+        for sampled in (first, again):
+            for tokens, own in zip(sampled.tokens, expected.tokens, strict=True):
+                assert torch.equal(tokens, own)
+
+
 def generators(rows):
     return sample_generators(1, 2, list(range(len(rows))))
 
@@ -239,15 +268,41 @@ def test_fused_decoder_layers_equal_those_of_transformers(kind):
 
 
 def test_decoder_layers_that_are_not_fused():
-    """Layers with other biases, quantized weights, and weights that need no copy."""
+    """Layers with other biases, and weights that need no copy."""
     config = LlamaForCausalLM.config_class(**small_vlm.TEXT, attention_bias=True)
     biased = VlmPolicy(LlamaForCausalLM(config), processors=[]).model.get_decoder()
     plain = LlamaForCausalLM(LlamaForCausalLM.config_class(**small_vlm.TEXT)).model
     assert not FusedDecoder(biased, torch.bfloat16).layers
     assert not FusedDecoder(plain, torch.float32).layers
     assert FusedDecoder(plain, torch.bfloat16).layers
-    quantize_linears([plain], "nf4", torch.device("cpu"))
-    assert not FusedDecoder(plain, torch.bfloat16).layers
+
+
+def test_nf4_weights_are_dequantized_if_they_fit_in_memory(monkeypatch):
+    """Decoding reads copies with LoRA merged instead of dequantizing them in every step."""
+    config = LlamaForCausalLM.config_class(**small_vlm.TEXT)
+    model = LlamaForCausalLM(config).eval()
+    quantize_linears([model.model], "nf4", torch.device("cpu"))
+    policy = VlmPolicy(model, processors=[], compute_dtype=torch.bfloat16)
+    for layer in lora_layers(policy.model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    decoder = policy.model.get_decoder()
+    quantized = [x for x in decoder.modules() if isinstance(x, Nf4Linear)]
+    size = 2 * sum(x.in_features * x.out_features for x in quantized)
+    fused = {}
+    for free in (2 * size - 2, 2 * size):
+        monkeypatch.setattr(fused_layer, "free_memory", lambda device, n=free: n)
+        fused[free] = FusedDecoder(decoder, torch.bfloat16)
+    less, enough = fused.values()
+    assert not less.layers
+    assert len(enough.layers) == len(decoder.layers)
+
+    for layer, (weights, _) in enough.layers.items():
+        x = torch.randn(3, config.hidden_size)
+        expected = layer.self_attn.q_proj(x)
+        own = functional.linear(x, weights.qkv.float())[:, : expected.shape[1]]
+        assert (own - expected).norm() < 0.03 * expected.norm()
+        without = layer.self_attn.q_proj.base_layer(x)
+        assert (own - without).norm() > 0.1 * expected.norm()
 
 
 def test_compiled_training_shares_code_between_layers(monkeypatch):

@@ -6,12 +6,12 @@ tests/gpu/test_vllm_engine.py runs vLLM itself, where it is installed.
 import itertools
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import small_vlm
@@ -350,6 +350,49 @@ def test_sampling_params_have_distinct_seeds_and_ban_image_tokens(engine):
     assert rollout_engine.sampling_params(None)["temperature"] == 0
 
 
+def test_processed_log_probs_of_vllm_are_those_of_the_policy(engine):
+    """vLLM adds the bias, divides by the temperature and normalizes (v1/sample/sampler.py)."""
+    rollout_engine, _ = engine
+    network = rollout_engine.policy.network
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    settings = rollout_engine.sampling_params(1)
+    logits = network.model.lm_head(hidden)
+    for token, bias in settings["logit_bias"].items():
+        logits[:, token] += bias
+    expected = (logits / settings["temperature"]).log_softmax(-1, dtype=torch.float32)
+    torch.testing.assert_close(network.log_probs(hidden), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_gets_the_weights_before_it_allocates_its_cache(engine, fails):
+    """Sleep level 2 discards the weights, so they are sent after each wake-up."""
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return self if name == "llm_engine" else partial(self.record, name)
+
+        def record(self, name: str, *args: Any, **settings: Any) -> None:
+            if name == "collective_rpc":
+                args = (*args, len({name for name, _ in settings["kwargs"]["weights_iterator"]}))
+            calls.append((name, *args, *([settings["level"]] if "level" in settings else [])))
+
+    rollout_engine = replace(engine[0], engine=Recorder(), supports_sleep=True)
+    expected = pytest.raises(ZeroDivisionError) if fails else nullcontext()
+    with expected, rollout_engine.generation_mode():
+        calls.append("sample")
+        if fails:
+            raise ZeroDivisionError
+    weights = len([*small_vlm.build().named_parameters()])
+    assert calls[:2] == [("wake_up", ["weights"]), ("collective_rpc", "reload_weights", weights)]
+    assert [call[0] for call in calls[2:5]] == [
+        "apply_model",
+        "reset_prefix_cache",
+        "reset_encoder_cache",
+    ]
+    assert calls[5:] == [("wake_up", ["kv_cache"]), "sample", ("sleep", 2)]
+
+
 def vllm_output(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
     """Return an object like vLLM's RequestOutput."""
     steps = [{token: SimpleNamespace(logprob=-0.5 * i)} for i, token in enumerate(tokens)]
@@ -403,9 +446,14 @@ def test_invalid_vllm_settings_are_rejected(installed, fields, shown, monkeypatc
         config_checks.check_config(vlm_runs.make_config(**{"sample.engine": "vllm", **fields}))
 
 
-def test_a_family_that_vllm_preprocesses_differently_is_rejected_before_loading(tmp_path):
-    start = small_vlm.save(tmp_path, "internvl")
-    with raises_user_error("InternVL", str(start), field="sample.engine", value="vllm"):
+@pytest.mark.parametrize(
+    ("family", "name"), [("internvl", "InternVL"), ("glm4v", "GLM-4.1V"), ("gemma3", "Gemma 3")]
+)
+def test_a_family_that_vllm_preprocesses_differently_is_rejected_before_loading(
+    tmp_path, family, name
+):
+    start = small_vlm.save(tmp_path, family)
+    with raises_user_error(name, str(start), field="sample.engine", value="vllm"):
         check_vllm_support(str(start), "main")
 
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CohereConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -118,6 +119,8 @@ def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tenso
     ):  # of Qwen's, whose positions are of three axes
         extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
     extra.pop("tiles", None)  # InternVL computes them
+    if model.config.model_type == "gemma3":  # its images attend to themselves in both directions
+        extra["token_type_ids"] = (ids == small_vlm.IMAGE).int()
     return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
 
 
@@ -230,6 +233,11 @@ def test_images_are_resized_to_the_pixel_limits(runs, tmp_path):
     path = tmp_path / "large.png"
     small_vlm.random_image(0, 128, 192).save(path)
     question, model = Question("How many?", (path,)), runs.full.policy.model
+    if model.config.model_type == "gemma3":  # all images have the same size
+        for limits in (PIXELS["smaller"], PIXELS["larger"]):
+            with raises_user_error("set m", field=next(iter(limits))):
+                load_processors(str(runs.start), **limits)
+        return
     tokens = {"": 12, "smaller": 2, "larger": 96}
     if model.config.model_type == "internvl":  # 3 x 2, 2 x 2 or 15 x 10 tiles and a thumbnail
         tokens = {"": 4 * 7, "smaller": 4 * 5, "larger": 4 * 151}
@@ -245,6 +253,7 @@ TEXT_CONFIGS = {
     "qwen3": Qwen3Config(**small_vlm.TEXT, tie_word_embeddings=True),
     "llama": LlamaConfig(**small_vlm.TEXT),  # Llama 3; distilled R1 is this or qwen2
     "phi3": Phi3Config(**small_vlm.TEXT),  # has other layer names
+    "gemma3": Gemma3TextConfig(**small_vlm.GEMMA3_TEXT),
 }
 
 

@@ -16,6 +16,7 @@ import train_vlm
 import vlm_runs
 from malicious_files import rewrite_manifest
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from user_errors import raises_user_error
 
 from flow_grpo.perf.lora import lora_layers
@@ -30,11 +31,11 @@ from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.losses import AGGREGATIONS, BUILT_IN_LOSSES, GIVEN_LOSSES, LOSS_NAMES
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
-from flow_grpo.vlm.packing import PackedBatch
+from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout, RolloutEngine
-from flow_grpo.vlm.session import build_session
+from flow_grpo.vlm.session import VlmSession, build_session
 
 
 @pytest.fixture
@@ -658,6 +659,88 @@ def test_critic_warmup_trains_only_the_value_head(run):
     assert changed == {"value.weight", "value.bias"}
     assert all(not torch.equal(weight, warm[name]) for name, weight in trained.items())
     assert len(torch.load(states[0] / "optimizer.bin")["state"]) == 2
+
+
+SEPARATE = {"train.advantage": "gae", "train.critic": "separate", "save_freq": 1}
+
+
+def saved_weights(session: VlmSession, step: int) -> dict[str, Tensor]:
+    state = session.folder / f"checkpoints/checkpoint-{step}/state"
+    return load_file(state / "trained.safetensors")
+
+
+def test_a_separate_critic_is_trained_alone_in_its_warmup_and_resumed(run):
+    fields = {**SEPARATE, "train.critic_warmup": 1, "train.adam_weight_decay": 0.5}
+    fields |= {"use_lora": False, "run_name": "whole"}
+    session = run(num_epochs=2, **fields)
+    warm, trained = saved_weights(session, 2), saved_weights(session, 4)
+    start = {f"model.{name}": weight for name, weight in small_vlm.build().named_parameters()}
+    assert {name for name in warm if not name.startswith("value.")} <= start.keys()
+    for name, weight in warm.items():
+        inner = name.removeprefix("value.network.")  # the critic starts as the policy does
+        before = torch.zeros_like(weight) if name.startswith("value.head") else start[inner]
+        assert torch.equal(weight, before) != name.startswith("value."), name
+    assert not [name for name in warm if "lm_head" in name or "visual" in name]
+    assert all(not torch.equal(weight, warm[name]) for name, weight in trained.items())
+    assert vlm_runs.read_metrics(session)[1]["train/lr"] == 0
+    checkpoint = str(session.folder / "checkpoints/checkpoint-2")  # after the warm-up
+    resumed = run(num_epochs=2, **{**fields, "run_name": "resumed"}, resume=checkpoint)
+    for name, weight in saved_weights(resumed, 4).items():
+        assert torch.equal(weight, trained[name]), name
+
+
+def test_the_gradients_of_a_separate_critic_are_clipped_separately(run):
+    """A larger value loss changes neither the policy's gradients nor how they are clipped."""
+    fields = {**SEPARATE, "num_epochs": 1, "train.max_grad_norm": 1e-3}
+    weights = [
+        saved_weights(run(**fields, **{"train.value_weight": w}, run_name=str(w)), 2)
+        for w in (0.1, 10.0)
+    ]
+    policy = [name for name in weights[0] if not name.startswith("value.")]
+    assert policy
+    for name in policy:
+        assert torch.equal(weights[0][name], weights[1][name]), name
+    head = "value.head.weight"
+    assert not torch.equal(weights[0][head], weights[1][head])
+
+
+def test_a_separate_critic_has_the_values_of_its_own_model(tmp_path):
+    """A token that only the policy's embeddings have is any token to the critic."""
+    policy = VlmPolicy(
+        small_vlm.build(), processors=[], critic_model=small_vlm.build(seed=1), use_lora=False
+    )
+    nn.init.normal_(policy.network.value.head.weight)
+    encoder = small_vlm.encoder(policy.model)
+    question, tokens = small_vlm.questions(tmp_path)[1], torch.tensor([40, 50, small_vlm.EOS])
+    prompt = encoder.encode(question)
+    batch = pack_responses([Response(0, prompt, tokens)] * 2, small_vlm.PAD)
+    values = policy.forward_tokens(batch)["values"]
+    images = {name: x for name, x in prompt.vision_inputs[0].items() if name != "seconds_per_grid"}
+    ids = torch.cat([prompt.ids, tokens])[None]
+    with torch.no_grad():
+        stock = small_vlm.build(seed=1).model(
+            input_ids=ids, mm_token_type_ids=(ids == small_vlm.IMAGE).int(), **images
+        )
+        expected = policy.network.value.head(stock.last_hidden_state[0, len(prompt) - 1 : -1])[:, 0]
+    torch.testing.assert_close(values, expected.expand(2, -1), rtol=0, atol=1e-5)
+    values.sum().backward()
+    critic, other = policy.network.value, policy.network.model
+    assert critic.network.model.model.language_model.norm.weight.grad.any()
+    assert all(p.grad is None or not p.grad.any() for p in other.parameters())
+
+
+def test_a_critic_that_cannot_read_the_inputs_is_rejected_before_loading(run, tmp_path):
+    other = small_vlm.save(tmp_path / "other", "qwen2_5_vl")
+    fields = {**SEPARATE, "train.critic_model": str(other)}
+    with raises_user_error("model_type='qwen2_5_vl'", field="train.critic_model"):
+        run(**fields)
+    with raises_user_error("nowhere", field="train.critic_model"):
+        run(**{**fields, "train.critic_model": "./nowhere"})
+    shrunk = small_vlm.build()
+    shrunk.resize_token_embeddings(50)
+    shrunk.save_pretrained(tmp_path / "shrunk")
+    with raises_user_error("50 token embeddings", field="train.critic_model"):
+        run(**{**fields, "train.critic_model": str(tmp_path / "shrunk")})
 
 
 def test_an_optimizer_checkpoint_with_one_parameter_group_is_split(caplog):

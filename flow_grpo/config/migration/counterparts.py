@@ -198,6 +198,19 @@ def ratio(values: Mapping[str, Any], above: Sequence[str], below: Sequence[str])
     return max(1, round(top / bottom)) if top and bottom else 0
 
 
+def critic_of(model: Any, policy: Any) -> Settings:
+    """Return the settings of a critic with its own weights, as the other trainers have with GAE.
+
+    Args:
+        model: What the critic starts from; None for the policy's model.
+        policy: The policy's model.
+    """
+    ours: Settings = {"train.critic": "separate"}
+    if model and model != policy:
+        ours["train.critic_model"] = model
+    return ours
+
+
 def dataset_of(train: Any, test: Any = None) -> str:
     """Return our `dataset` for the files of another trainer: a hub name, a directory or a file.
 

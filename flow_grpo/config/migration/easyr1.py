@@ -16,6 +16,7 @@ from flow_grpo.config.migration.counterparts import (
     VLM,
     Project,
     Settings,
+    critic_of,
     datasets_of,
     derived,
     modules_of,
@@ -155,6 +156,7 @@ KEYS = {
     f"{ROLLOUT}.tensor_parallel_size": derived("sample.vllm_tensor_parallel"),
     f"{ROLLOUT}.limit_images": none("images per prompt are not limited", 0),
     "worker.reward.reward_function": derived("reward_fn"),
+    "worker.critic.model.model_path": derived("train.critic"),
     "worker.critic.optim.lr": to("train.critic_learning_rate"),
     "worker.critic.cliprange_value": to("train.value_clip"),
     "trainer.max_steps": to("num_epochs"),
@@ -187,7 +189,7 @@ GROUPS = {
     f"{ROLLOUT}.val_override_config*": "evaluation is greedy; flow-grpo evaluate --n samples",
     f"{ROLLOUT}.*": "see sample.engine and the sample.vllm_* settings",
     "worker.ref.*": "the reference policy uses the policy's settings",
-    "worker.critic.*": "the value head shares the policy's layers",
+    "worker.critic.*": "the critic uses the policy's settings",
     "worker.reward.*": "see reward_options",
     "worker.hybrid_engine": "one process per GPU samples and trains",
     "config": "the YAML file is read if it exists",
@@ -254,6 +256,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
     if str(given["data.format_prompt"]).endswith("math.jinja"):
         ours["question_format"] = BOXED
         ours["reward_options"] = {"answer_format": {"boxed": True}}
+    if given["algorithm.adv_estimator"] == "gae":
+        ours |= critic_of(given.get("worker.critic.model.model_path"), given[f"{MODEL}.model_path"])
     return ours
 
 

@@ -16,6 +16,7 @@ from flow_grpo.config.migration.counterparts import (
     ZERO_STAGE,
     Project,
     Settings,
+    critic_of,
     dataset_of,
     derived,
     modules_of,
@@ -98,7 +99,7 @@ KEYS = {
     ),
     "no_advantage_std_norm": to("train.advantage_scale", {True: "none", False: {}}),
     "normalize_reward": none(
-        "standardises the scores of reward models by their statistics; advantages are normalised",
+        "reward_options={'reward_model': {'normalize': True}} standardises the scores",
         False,
     ),
     "reward_clip_range": none("rewards are not clipped"),
@@ -130,7 +131,7 @@ KEYS = {
         "its math verifier is math_answer here; for others, set reward_servers={'mine': URL}"
     ),
     "reward_pretrain": none("use reward_fn={'reward_model': 1.0}; reward_options sets the model"),
-    "critic_pretrain": none("the value head shares the policy's layers"),
+    "critic_pretrain": derived("train.critic"),
     # run
     "save_path": derived("run_name"),
     "save_steps": to("save_freq"),
@@ -159,7 +160,7 @@ GROUPS = {
     "max_ckpt_mem": "num_checkpoint_limit bounds the number of checkpoints",
     "disable_ds_ckpt": "state_freq sets how often a resumable state is saved",
     "use_ds_universal_ckpt": "runs resume with any number of processes",
-    "save_value_network": "a resumable state includes the value head",
+    "save_value_network": "a resumable state includes the critic",
     "store_extra_buffers": "sample.refills=N replaces groups with zero advantages",
     "value_head_prefix": "the value head has its own name",
     "logging_steps": "every epoch is logged",
@@ -227,6 +228,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
     if given["advantage_estimator"] == "gae":
         warmup = max(0, int(value_of(given, "freezing_actor_steps", -1)))
         ours |= {"train.critic_warmup": warmup}
+        ours |= critic_of(given.get("critic_pretrain"), given.get("pretrain"))
         if "critic_learning_rate" in given:
             ours["train.critic_learning_rate"] = given["critic_learning_rate"]
     if given.get("kl_target"):

@@ -13,6 +13,7 @@ from flow_grpo.config.migration.counterparts import (
     VLM,
     Project,
     Settings,
+    critic_of,
     datasets_of,
     derived,
     modules_of,
@@ -171,6 +172,7 @@ KEYS = {
     f"{ROLLOUT}.multi_turn.max_tool_response_length": none(
         "with an environment, use sample.max_observation_tokens"
     ),
+    "critic.model.path": derived("train.critic"),
     "critic.optim.lr": derived("train.critic_learning_rate"),
     "critic.cliprange_value": to("train.value_clip"),
     "trainer.critic_warmup": derived("train.critic_warmup"),
@@ -180,7 +182,7 @@ KEYS = {
 }
 GROUPS = {
     **COMMON_GROUPS,
-    "critic.*": "the value head shares the policy's layers",
+    "critic.*": "the critic uses the policy's settings",
     "algorithm.*": "no counterpart",
 }
 DEFAULTS = {
@@ -267,6 +269,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
     if (rows := value_of(given, "data.val_max_samples", -1)) > 0:
         ours["eval_questions"] = int(rows)
     if given["algorithm.adv_estimator"] == "gae":
+        ours |= critic_of(given.get("critic.model.path"), given.get(f"{MODEL}.path"))
         for theirs, name in CRITIC.items():
             if theirs in given:
                 ours[name] = given[theirs]

@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 from flow_grpo.config.custom import check_class
 from flow_grpo.config.registry import Registry
 from flow_grpo.errors import UserError
+from flow_grpo.modelscope_hub import local_model
 from flow_grpo.perf.quantization import NF4, UNQUANTIZED, quantize_linears
 from flow_grpo.rewards.loading import explain_load_errors, load_chat_template
 from flow_grpo.vlm.fields import VLM_SPEC
@@ -31,6 +32,8 @@ from flow_grpo.weight_checks import (
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
     {
+        "gemma3": f"{__name__}.gemma3:Gemma3",
+        "gemma3_text": f"{__name__}.gemma3:Gemma3Text",
         "glm4v": f"{__name__}.glm4v:Glm4V",
         "glm46v": f"{__name__}.glm4v:Glm4V",
         "internvl": f"{__name__}.internvl:InternVL",
@@ -67,26 +70,34 @@ def _find_family_class(config: PretrainedConfig) -> type[Family] | None:
     return FAMILIES.get(config.model_type) or (TextModel if is_text_model(config) else None)
 
 
-def find_family(source: str, revision: str = "main") -> type[Family]:
+def find_family(
+    source: str, revision: str = "main", *, field: str = "pretrained.model"
+) -> type[Family]:
     """Return the family of a model directory or hub id without reading the weights.
+
+    Args:
+        source: Model directory or hub id.
+        revision: Revision on the hub.
+        field: Setting that errors name.
 
     Raises:
         UserError: If no family supports the model.
     """
-    with explain_load_errors("pretrained.model", source, MODEL_KIND, VLM_SPEC.models()):
+    source = local_model(source, revision, field)
+    with explain_load_errors(field, source, MODEL_KIND, VLM_SPEC.models()):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         raw, _ = config.get_config_dict(source, revision=revision)
     if (family := _find_family_class(config)) is None:
         names = [name for family in FAMILIES.values() for name in family.names.values()]
         raise UserError(
             f"is a {(config.architectures or [config.model_type])[0]}, which is not supported",
-            field="pretrained.model",
+            field=field,
             value=source,
             hint=f"use {', '.join(dict.fromkeys(names))}, a causal language model of transformers, "
             "or a custom family (custom_models)",
         )
-    check_implementations("pretrained.model", source, raw)
-    check_not_nan("pretrained.model", source, raw)
+    check_implementations(field, source, raw)
+    check_not_nan(field, source, raw)
     return family
 
 
@@ -96,15 +107,26 @@ def load_model(
     dtype: torch.dtype,
     revision: str = "main",
     base_precision: str = UNQUANTIZED,
+    *,
+    field: str = "pretrained.model",
 ) -> nn.Module:
     """Load a model from the hub or a directory, in evaluation mode.
+
+    Args:
+        source: Model directory or hub id.
+        device: Device of the model.
+        dtype: Dtype of the weights.
+        revision: Revision on the hub.
+        base_precision: Quantization of the frozen weights.
+        field: Setting that errors name.
 
     Raises:
         UserError: If no family supports it, if its files have missing or unexpected tensors, or if
             a value is not finite.
     """
-    family = find_family(source, revision)
-    with explain_load_errors("pretrained.model", source, MODEL_KIND), quiet_transformers():
+    source = local_model(source, revision, field)
+    family = find_family(source, revision, field=field)
+    with explain_load_errors(field, source, MODEL_KIND), quiet_transformers():
         model, report = family.loader.from_pretrained(
             source,
             dtype=dtype,
@@ -113,17 +135,17 @@ def load_model(
             ignore_mismatched_sizes=True,  # listed in the report
             trust_remote_code=False,
         )
-    check_loading_report("pretrained.model", source, report, f"a {type(model).__name__}")
-    with explain_load_errors("pretrained.model", source, MODEL_KIND):
+    check_loading_report(field, source, report, f"a {type(model).__name__}")
+    with explain_load_errors(field, source, MODEL_KIND):
         folder = Path(cached_file(source, "config.json", revision=revision)).parent
         check_stored_weights(folder, "model*.safetensors")
-    check_finite(f"pretrained.model={source!r}", model.state_dict().items())
+    check_finite(f"{field}={source!r}", model.state_dict().items())
     rotary = ((n, b) for n, b in model.named_buffers() if n.endswith("inv_freq"))
-    check_finite(f"pretrained.model={source!r}", rotary)  # computed from the config
+    check_finite(f"{field}={source!r}", rotary)  # computed from the config
     if getattr(model, "peft_config", None):  # transformers loads an adapter from the same folder
         raise UserError(
             "contains both a model and an adapter (adapter_config.json)",
-            field="pretrained.model",
+            field=field,
             value=source,
             hint="move the adapter to its own directory and set train.lora_path, or merge the two",
         )
@@ -185,6 +207,7 @@ def build_meta_model(
     source: str, revision: str = "main", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Return the model on the meta device, without reading its weights."""
+    source = local_model(source, revision)
     family = find_family(source, revision)
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     with torch.device("meta"):
@@ -211,6 +234,7 @@ def load_processors(
     Returns:
         Tokenizer and image processor; the latter is None for a text-only model.
     """
+    source = local_model(source, revision)
     family, image_processor = find_family(source, revision), None
     with explain_load_errors("pretrained.model", source, MODEL_KIND):
         tokenizer = AutoTokenizer.from_pretrained(

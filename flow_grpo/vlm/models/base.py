@@ -6,7 +6,7 @@ image tokens, one-dimensional position ids.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from PIL import Image
@@ -15,6 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flow_grpo.data.videos import FrameSelection
+
+if TYPE_CHECKING:
+    from flow_grpo.vlm.packing import ModelInputs
 
 # Tensors of an image or a video by argument name of the forward pass; several images are
 # concatenated along the first dimension.
@@ -45,6 +48,7 @@ class Family:
     # token's state depends on all tokens before it, regardless of the attention mask.
     shares_prompt: ClassVar[bool] = True
     vllm: ClassVar[bool] = True  # whether vLLM can sample for it
+    flex_attention: ClassVar[bool] = True  # whether `attention_mask` accepts a block mask
     # attribute of vLLM's model with tensors that have to be zeroed after a sleep
     vllm_scratch_buffers: ClassVar[str] = ""
 
@@ -83,14 +87,23 @@ class Family:
         """
         return torch.arange(len(ids))[None]
 
-    def attention_mask(self, attention: Tensor | BlockMask, not_padding: Tensor) -> Any:
+    def attention_mask(self, attention: Tensor | BlockMask, inputs: "ModelInputs") -> Any:
         """Return the `attention_mask` argument of the forward pass.
 
         Args:
-            attention: Visible pairs of tokens, (B, 1, S, S), or a block mask.
-            not_padding: Which tokens are not padding, (B, S) bool.
+            attention: Visible pairs of tokens, (B, 1, S, S) bool, or a block mask.
+            inputs: The other inputs of the forward pass.
         """
         return attention
+
+    def decoding_mask(self, mask: Tensor, column: Tensor) -> Any:
+        """Return the `attention_mask` argument of a decoding step of one new token per row.
+
+        Args:
+            mask: Additive mask, (rows, 1, 1, columns).
+            column: Column of the new token, (rows,).
+        """
+        return mask
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache for prefill."""

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache
 
 from flow_grpo.vlm.models.qwen3_vl import Qwen3VL
+from flow_grpo.vlm.packing import PADDING_SEGMENT, ModelInputs
 
 
 class Qwen35(Qwen3VL):
@@ -21,8 +22,9 @@ class Qwen35(Qwen3VL):
     shares_prompt = False
     vllm_scratch_buffers = ""
 
-    def attention_mask(self, attention: Tensor | BlockMask, not_padding: Tensor) -> dict[str, Any]:
+    def attention_mask(self, attention: Tensor | BlockMask, inputs: ModelInputs) -> dict[str, Any]:
         """Return a mask per type of layer; linear attention only needs to skip padding."""
+        not_padding = inputs.segments != PADDING_SEGMENT
         return {"full_attention": attention, "linear_attention": not_padding}
 
     def new_cache(self) -> DynamicCache:

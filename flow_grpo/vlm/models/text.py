@@ -1,6 +1,7 @@
 """Text-only models: Qwen, Llama and other causal language models with a chat template."""
 
 import re
+from typing import ClassVar
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -18,6 +19,8 @@ class TextModel(Family):
     `vlm/forward_parity.py` verifies that on the loaded model.
     """
 
+    sliding_window: ClassVar[bool] = False  # whether the masks of the family model it
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         head, name = getattr(model, "lm_head", None), type(model).__name__
@@ -33,7 +36,8 @@ class TextModel(Family):
                 field="pretrained.model",
                 hint=CUSTOM_FAMILY_HINT,
             )
-        reject_sliding_window(model, model.config)
+        if not self.sliding_window:
+            reject_sliding_window(model, model.config)
 
     def lora_targets(self, with_tower: bool) -> str:
         names = (name for name, _ in self.model.named_modules())
