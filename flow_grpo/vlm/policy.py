@@ -136,7 +136,7 @@ class VlmPolicy(BasePolicy):
         """
         decoder, family = self.model.get_decoder(), self.network.family
         implementation = decoder.config._attn_implementation
-        is_full = family.shares_prompt and not family.sliding_window
+        is_full = family.shares_prompt and family.flex_attention  # with one mask for all layers
         if implementation not in ("sdpa", PACKED_ATTENTION) or not is_full:
             raise UserError(
                 f"is not supported for {type(self.model).__name__}: its layers exchange tokens in "
