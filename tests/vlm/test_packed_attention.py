@@ -1,15 +1,21 @@
 """Dense and block masks of packed rows, and flex attention."""
 
+from contextlib import nullcontext
+
 import pytest
 import small_vlm
 import torch
+import vlm_runs
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from untrained.small.components import seeded
 
 from flow_grpo.vlm import attention
 from flow_grpo.vlm.attention import FLEX_BLOCK_SIZE, build_block_mask, build_dense_mask
 from flow_grpo.vlm.network import PolicyModel
-from flow_grpo.vlm.packing import PADDING_SEGMENT, Response, pack_responses
+from flow_grpo.vlm.packing import PADDING_SEGMENT, PackedBatch, Response, pack_responses
+from flow_grpo.vlm.prompts import EncodedPrompt
 
 
 def row(prompt: int, responses: list[int], length: int) -> Tensor:
@@ -93,3 +99,47 @@ def test_flex_attention_equals_dense_attention(family, tmp_path, monkeypatch):
         flex = networks[1](batch)["log_probs"]
     assert len(calls) == {"qwen3_5": 1}.get(family, 2)  # one of two layers has linear attention
     torch.testing.assert_close(flex, dense, rtol=0, atol=1e-9)
+
+
+def gradients_of(network: PolicyModel, batches: list[PackedBatch]) -> dict[str, Tensor]:
+    """Return the accumulated gradients of a weighted sum of log-probabilities."""
+    network.zero_grad()
+    for batch in batches:
+        scores = network(batch)["log_probs"]
+        weights = torch.linspace(-1, 1, scores.shape[1]).to(scores)
+        (scores * weights).sum().backward()
+    return {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "text"])
+def test_packed_rows_have_the_gradients_of_separate_responses(family, dtype, tolerance, tmp_path):
+    """Rows of different lengths, with padding, against one response at a time without any."""
+    torch.manual_seed(0)
+    lengths, rows = [9, 1, 30, 4, 17, 12], [0, 0, 0, 1, 1, 2]
+    if family == "text":
+        with seeded(0):
+            model = LlamaForCausalLM(LlamaConfig(**small_vlm.TEXT)).eval()
+        encoded = [EncodedPrompt(torch.arange(8, 8 + n), torch.arange(n)[None], n) for n in (5, 9)]
+        prompts = [*encoded, encoded[0]]
+    else:
+        model = small_vlm.build(family)
+        encoder = small_vlm.encoder(model)
+        prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    network = PolicyModel(model.to(dtype))
+    shares = network.family.shares_prompt
+    responses = [
+        Response(r if shares else i, prompts[r], torch.randint(7, 60, (lengths[i],)))
+        for i, r in enumerate(rows)
+    ]
+    together = pack_responses(responses, small_vlm.PAD)
+    assert (together.inputs.segments == PADDING_SEGMENT).any()
+    alone = [pack_responses([each], small_vlm.PAD) for each in responses]
+    assert not any((each.inputs.segments == PADDING_SEGMENT).any() for each in alone)
+    with vlm_runs.in_float64() if dtype == torch.float64 else nullcontext():
+        packed, separate = gradients_of(network, [together]), gradients_of(network, alone)
+    assert packed.keys() == separate.keys()
+    largest = max(float(each.abs().max()) for each in separate.values())
+    for name, gradient in separate.items():
+        error = float((packed[name] - gradient).abs().max())
+        assert error < tolerance * largest, name
