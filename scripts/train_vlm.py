@@ -520,18 +520,19 @@ def packed_batches(
     session: VlmSession, rollout: Rollout, index: list[int]
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """Yield the micro-batches of the samples `index`, in order, each with its sample indices."""
-    shares_prompt = session.policy.network.family.shares_prompt
+    network, budget = session.policy.network, session.config.train.tokens_per_batch
+    shares_prompt, one_row = network.family.shares_prompt, network.packs_one_row
     responses = [rollout.response(i, shares_prompt=shares_prompt) for i in index]
-    parts = micro_batches(responses, session.config.train.tokens_per_batch, session.plan.together)
-    for part in parts:
-        packed = pack_responses(responses[part], session.rollout_engine.pad)
+    for part in micro_batches(responses, budget, session.plan.together, one_row=one_row):
+        packed = pack_responses(responses[part], session.rollout_engine.pad, one_row=one_row)
         yield index[part], packed.to(session.accelerator.device)
 
 
 def packed_responses(session: VlmSession, responses: list[Response]) -> Iterator[PackedBatch]:
     """Yield the micro-batches of responses, in order."""
-    for part in micro_batches(responses, session.config.train.tokens_per_batch):
-        packed = pack_responses(responses[part], session.rollout_engine.pad)
+    budget, one_row = session.config.train.tokens_per_batch, session.policy.network.packs_one_row
+    for part in micro_batches(responses, budget, one_row=one_row):
+        packed = pack_responses(responses[part], session.rollout_engine.pad, one_row=one_row)
         yield packed.to(session.accelerator.device)
 
 

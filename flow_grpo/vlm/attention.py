@@ -1,8 +1,9 @@
 """Attention masks and attention functions for packed training rows and for decoding.
 
-A training row contains a prompt followed by all its responses. Segment ids (B, S) give the part a
-token belongs to: `PROMPT_SEGMENT`, a response number, or `PADDING_SEGMENT`. A token attends to the
-earlier tokens of the prompt and of its own response. A dense mask always costs O(S^2); flex
+A training row contains a prompt followed by all its responses; with flex attention, several prompts
+with theirs. Segment ids (B, S) give the part a token belongs to: `PROMPT_SEGMENT` or a response
+number, plus `GROUP` for each prompt before, or `PADDING_SEGMENT`. A token attends to the earlier
+tokens of its prompt and of its own response. A dense mask always costs O(S^2); flex
 attention skips blocks in which no pair of tokens is visible.
 """
 
@@ -28,7 +29,7 @@ from flow_grpo.errors import first_line
 from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.models import get_family
-from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
+from flow_grpo.vlm.packing import GROUP, PADDING_SEGMENT, PROMPT_SEGMENT
 from flow_grpo.vlm.sequence_parallel import SequenceShards
 
 logger = logging.getLogger("flow_grpo")
@@ -46,7 +47,8 @@ def _is_visible(column: Tensor, other: Tensor, segment: Tensor, others: Tensor) 
 
     Padding attends to itself, because a row without visible columns has no softmax.
     """
-    shared = ((others == PROMPT_SEGMENT) | (others == segment)) & (others != PADDING_SEGMENT)
+    in_prompt = (others % GROUP == PROMPT_SEGMENT) & (others // GROUP == segment // GROUP)
+    shared = (in_prompt | (others == segment)) & (others != PADDING_SEGMENT)
     return ((other <= column) & shared) | (other == column)
 
 
@@ -60,20 +62,25 @@ def build_block_mask(segments: Tensor) -> BlockMask:
     """Return the attention mask of segments (B, S) for flex attention.
 
     The lowest and highest segment of each block decide which pairs of blocks are skipped, partly
-    visible or fully visible.
+    visible or fully visible. Segments never decrease within a row.
     """
     length, short = segments.shape[1], segments.int()
     column = torch.arange(length, device=segments.device)
-    # give each padding token a separate segment
-    distinct = torch.where(segments == PADDING_SEGMENT, 2**31 + column, segments)
-    padded = functional.pad(distinct, (0, -length % FLEX_BLOCK_SIZE), value=2**32)
+    # give each padding token a separate segment, which belongs to no prompt
+    distinct = torch.where(segments == PADDING_SEGMENT, (2**31 + column) * GROUP + 1, segments)
+    padded = functional.pad(distinct, (0, -length % FLEX_BLOCK_SIZE), value=2**32 * GROUP + 1)
     blocks = padded.unflatten(1, (-1, FLEX_BLOCK_SIZE))
     low, high = blocks.amin(-1), blocks.amax(-1)  # (B, blocks)
     number = torch.arange(low.shape[1], device=low.device)
     overlap = (low[:, None] <= high[..., None]) & (low[..., None] <= high[:, None])
-    visible = (number <= number[:, None]) & ((low[:, None] == PROMPT_SEGMENT) | overlap)
+    first, last = low // GROUP, high // GROUP  # prompts of each block
+    with_prompt = (low % GROUP == PROMPT_SEGMENT) | (first < last)  # the key block has a prompt
+    same_group = (first[:, None] <= last[..., None]) & (first[..., None] <= last[:, None])
+    visible = (number <= number[:, None]) & ((with_prompt[:, None] & same_group) | overlap)
     same = (low[:, None] == high[..., None]) & (low[..., None] == high[:, None])
-    full = (number < number[:, None]) & ((high[:, None] == PROMPT_SEGMENT) | same)
+    is_prompt = (high % GROUP == PROMPT_SEGMENT) & (low == high)
+    one_group = (first[:, None] == last[..., None]) & (first[..., None] == first[:, None])
+    full = (number < number[:, None]) & ((is_prompt[:, None] & one_group) | same)
     return BlockMask.from_kv_blocks(
         *_block_indices(visible & ~full),
         *_block_indices(full),

@@ -77,6 +77,11 @@ class PolicyModel(nn.Module):
         split_decoder_columns(decoder)
         self.shards = shards
 
+    @property
+    def packs_one_row(self) -> bool:
+        """Whether the prompts of a micro-batch share a row without padding."""
+        return self.flex_attention and self.family.shares_prompt
+
     def forward(
         self,
         batch: PackedBatch,
