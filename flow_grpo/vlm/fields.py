@@ -465,7 +465,8 @@ class VlmConfig(shared.SharedFields):
     flex_attention: bool = setting(
         False,
         "Train with torch's flex attention (GPU, bf16), which skips pairs of packed responses that "
-        "do not attend to each other, and removes padding; compiled once. For many thousand tokens.",
+        "do not attend to each other and needs no padding; compiled once. For rows of many "
+        "thousand tokens.",
     )
     use_lora: bool = setting(
         True,
