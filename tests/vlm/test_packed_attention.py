@@ -32,7 +32,7 @@ def test_a_token_attends_to_its_prompt_and_its_own_response():
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
         [1, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],  # padding
+        [0, 0, 0, 0, 0, 1],  # padding
     ]
 
 
@@ -116,7 +116,7 @@ def gradients_of(network: PolicyModel, batches: list[PackedBatch]) -> dict[str, 
     network.zero_grad()
     for batch in batches:
         scores = network(batch)["log_probs"]
-        weights = torch.linspace(-1, 1, scores.shape[1]).to(scores)
+        weights = torch.arange(scores.shape[1]).cos().to(scores)  # by position in the response
         (scores * weights).sum().backward()
     return {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
 
