@@ -18,6 +18,7 @@ from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
 from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.data.videos import is_video_source
 from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Batch, Setup
 from flow_grpo.diffusion.builders import (
     build_adapter,
@@ -504,7 +505,12 @@ def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> N
     """Check that a reward can score all prompts, and try it on noise, before the model loads."""
     grey = Image.new("RGB", (size.width, size.height), "grey")
     texts = [p.prompt for p in prompts]
-    metadata = [metadata_with_images(p, lambda _: grey) for p in prompts]
+    metadata = [
+        metadata_with_images(
+            p, lambda source: [grey] * (size.frames if is_video_source(source) else 1)
+        )
+        for p in prompts
+    ]
     reward.check(texts, metadata)
     for name, rows in reward.applicable_rows(texts, metadata).items():
         if len(rows) < len(prompts):

@@ -84,7 +84,14 @@ def check_reward_fields(settings: "RewardFields") -> None:
     check_weights(settings.reward_fn, "reward_fn")
     if settings.eval_reward_fn:
         check_weights(settings.eval_reward_fn, "eval_reward_fn")
-    names = [*settings.reward_fn, *settings.eval_reward_fn]
+    names = [*settings.reward_fn, *settings.eval_weights()]
+    if settings.second_reward in {**settings.reward_fn, **settings.eval_reward_fn}:
+        raise UserError(
+            "is in reward_fn or eval_reward_fn as well",
+            field="second_reward",
+            value=settings.second_reward,
+            hint="choose a reward that is not trained, or leave it empty",
+        )
     for name, urls in settings.reward_servers.items():
         if not isinstance(urls, str):
             raise UserError(
@@ -101,6 +108,6 @@ def check_reward_fields(settings: "RewardFields") -> None:
 
 def check_custom_reward_files(settings: "RewardFields") -> None:
     """Reject a custom reward in a file that does not exist, unless a server scores it."""
-    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+    for name in (*settings.reward_fn, *settings.eval_weights()):
         if name in settings.custom_rewards and not settings.reward_servers.get(name):
             check_file_exists(settings.custom_rewards[name], f"reward {name!r}")

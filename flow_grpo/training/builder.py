@@ -106,7 +106,7 @@ class SessionBuilder:
             by_default: Weights of rewards that `reward_fn` does not mention.
         """
         trained = {**(by_default or {}), **self.config.reward_fn}
-        weights = trained, self.config.eval_reward_fn or trained
+        weights = trained, self.config.eval_weights(trained)
 
         def build() -> list[WeightedReward]:
             name = self._start.folder.name
@@ -304,7 +304,7 @@ def suggest_on_oom(advice: list[str]) -> Iterator[None]:
 
 def eval_reward_weights(config: RewardFields) -> dict[str, float]:
     """Return the weights of the evaluation rewards, by default those of training."""
-    return config.eval_reward_fn or config.reward_fn
+    return config.eval_weights()
 
 
 def available_scorers(config: RewardFields, builtin: Iterable[str]) -> dict[str, str]:

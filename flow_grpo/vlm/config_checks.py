@@ -229,6 +229,7 @@ def _check_environment(settings: VlmConfig) -> None:
     for field, names in (
         ("reward_fn", settings.reward_fn),
         ("eval_reward_fn", settings.eval_reward_fn),
+        ("second_reward", settings.second_weight()),
     ):
         if ENVIRONMENT in names:
             raise UserError(
@@ -312,7 +313,7 @@ def _check_given(settings: VlmConfig) -> None:
 
 def _check_rewards(settings: VlmConfig) -> None:
     """Reject built-in rewards that score images, and invalid settings of those that draw."""
-    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+    for name in (*settings.reward_fn, *settings.eval_weights()):
         elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
         if name in REWARDS and name not in TEXT_REWARDS and not elsewhere:
             raise UserError(
