@@ -87,7 +87,12 @@ def normalize_image(image: Image.Image) -> Image.Image:
 
 def resize_and_crop(source: ImageSource, width: int, height: int) -> Image.Image:
     """Read an image, resize it to cover the target size, and crop the center."""
-    return ImageOps.fit(read_image(source), (width, height), Image.Resampling.LANCZOS)
+    return fit_image(read_image(source), width, height)
+
+
+def fit_image(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Resize an image to cover the target size, and crop the center."""
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 
 def to_8_bit(image: Image.Image) -> Image.Image:

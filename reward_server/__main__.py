@@ -15,6 +15,7 @@ from typing import Any
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.custom import import_scorer
+from flow_grpo.rewards.draw_settings import check_drawn_names, drawn_names, image_reward_of
 from flow_grpo.rewards.failure import describe_error
 from flow_grpo.rewards.protocol import Scorer, constructor_parameters
 from flow_grpo.rewards.workers.supervisor import supervise
@@ -106,24 +107,27 @@ def _check_names(names: list[str], custom: dict[str, str], options: dict[str, An
     known = {**REWARDS.paths, **custom}
     if not names:
         raise UserError("is missing", field="--rewards", hint="name one, e.g. --rewards ocr")
+    check_drawn_names(names, custom)
+    drawn = drawn_names(names)
     for name in names:
-        if name not in known:
+        if name not in known and name not in drawn:
             raise UserError(
                 f"has the unknown reward {name!r}; choose from {', '.join(sorted(known))}",
                 field="--rewards",
                 hint=f"or add a custom one with --custom {name}=package.module:attribute",
             )
     for name in options:
-        if name not in names:
+        if name not in names and name not in drawn.values():
             raise UserError(f"names {name!r}, which is not in --rewards", field="--options")
 
 
 def _build_named_scorer(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Scorer:
     """Build a scorer by the command line; any error becomes a UserError that names it."""
-    options = dict(args.options.get(name, {}))
-    if args.workers and _takes_workers(name, {**REWARDS.paths, **custom}[name]):
-        options.setdefault("workers", args.workers)
-    settings = {"device": args.device, "custom": custom, "options": {name: options}}
+    scored = image_reward_of(name) or name  # the image reward of a reward drawn:NAME
+    options = {each: dict(args.options.get(each, {})) for each in {name, scored}}
+    if args.workers and _takes_workers(scored, {**REWARDS.paths, **custom}[scored]):
+        options[scored].setdefault("workers", args.workers)
+    settings = {"device": args.device, "custom": custom, "options": options}
     from reward_server.isolated import IsolatedScorer, build_scorer
 
     try:

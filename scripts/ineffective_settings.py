@@ -192,7 +192,8 @@ SHARED_FIELDS = {
 UNTRIED_FIELDS = {
     "where a run is stored, what it writes and when": """run_name logdir resume resume_changed
         num_epochs save_freq state_freq num_checkpoint_limit log_images log_with project_name""",
-    "evaluation": """eval_freq eval_prompts eval_reward_fn eval_dataset eval_dataset_column
+    "evaluation": """eval_freq eval_prompts eval_reward_fn second_reward eval_dataset
+        eval_dataset_column
         eval_image_column eval_resolution eval_height eval_width eval_before_training
         sample.eval_num_steps
         sample.eval_guidance_scale sample.eval_precision sample.test_batch_size train.ema

@@ -83,6 +83,9 @@ def main() -> None:
     )
     convert.add_argument("source", type=Path, metavar="IN", help="file written by torch.save")
     convert.add_argument("target", type=Path, metavar="OUT", help="new .safetensors file")
+    convert.add_argument(
+        "--modules", action="store_true", help="IN contains a module instead of a state dict"
+    )
     convert.add_argument("--sha256", default="", metavar="DIGEST", help="expected checksum of IN")
     args = parser.parse_args()
     if args.command:
@@ -340,7 +343,7 @@ def convert_file(args: Namespace) -> None:
     """Convert pickled weights and print the checksums."""
     from flow_grpo.rewards.convert_weights import convert_weights
 
-    digests = convert_weights(args.source, args.target, args.sha256)
+    digests = convert_weights(args.source, args.target, args.sha256, modules=args.modules)
     paths = (args.source, args.target)
     print_text("\n".join(f"{d}  {path}" for d, path in zip(digests, paths, strict=True)))
 

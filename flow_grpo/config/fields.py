@@ -9,6 +9,7 @@ from typing import Any
 
 from flow_grpo.config.settings import section, setting
 
+ADAMW, ADAMW_BF16 = "adamw", "adamw_bf16"  # values of train.optimizer
 UNQUANTIZED = "bf16"  # frozen weights in the dtype of mixed_precision
 BASE_PRECISIONS = (UNQUANTIZED, "fp8", "nf4")
 EVAL_SET = "eval_dataset"  # which its column settings require
@@ -118,6 +119,11 @@ class RewardFields:
         {}, "Rewards and their weights, on the command line --config.reward_fn=\"{'ocr': 1.0}\""
     )
     eval_reward_fn: dict = setting({}, "Rewards and weights for evaluation; empty uses reward_fn.")
+    second_reward: str = setting(
+        "",
+        "Reward that only evaluations compute, with weight 0; the health checks warn if it falls "
+        "while the trained rewards rise.",
+    )
     custom_rewards: dict = setting({}, 'Custom rewards: {"mine": "my_pkg.my_module:my_reward"}.')
     reward_options: dict = setting(
         {},
@@ -143,6 +149,19 @@ class RewardFields:
         at_least=0,
         at_most=1,
     )
+
+    def eval_weights(self, trained: dict[str, float] | None = None) -> dict[str, float]:
+        """Return the weights of the evaluation rewards, by default those of training.
+
+        Args:
+            trained: Weights in training; None for `reward_fn`.
+        """
+        weights = self.eval_reward_fn or (self.reward_fn if trained is None else trained)
+        return {**weights, **self.second_weight()}
+
+    def second_weight(self) -> dict[str, float]:
+        """Return `second_reward` with weight 0; {} if there is none."""
+        return {self.second_reward: 0.0} if self.second_reward else {}
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def content_kind(value: Any) -> str:
     if isinstance(value, Image.Image):
         return IMAGE
     if isinstance(value, bytes | bytearray | memoryview):
-        return _bytes_kind(bytes(value[:16]))
+        return bytes_kind(bytes(value[:16]))
     if isinstance(value, str):
         return _text_kind(value)
     if isinstance(value, dict):
@@ -195,7 +195,7 @@ def is_conversation(value: Any) -> bool:
     return content_kind(value) == CONVERSATION
 
 
-def _bytes_kind(start: bytes) -> str:
+def bytes_kind(start: bytes) -> str:
     """Return the kind of a file by its first 16 bytes; `BINARY` if the format is unknown."""
     for kind, signatures in SIGNATURES.items():
         if any(start[offset:].startswith(mark) for offset, mark in signatures):

@@ -8,9 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flow_grpo.config.paths import check_dataset_available
-from flow_grpo.data.columns import BINARY, IMAGE, ColumnRules, content_kind, has_binary, is_empty
+from flow_grpo.data.columns import (
+    BINARY,
+    IMAGE,
+    VIDEO,
+    ColumnRules,
+    content_kind,
+    has_binary,
+    is_empty,
+)
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name, read_hub
-from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
+from flow_grpo.data.images import (
+    IMAGE_COLUMNS,
+    find_image,
+    first_nonempty_column,
+    listed_images,
+    row_identity,
+)
 from flow_grpo.data.rows import (
     NO_COLUMN,
     PREFERENCE_COLUMN,
@@ -32,6 +46,7 @@ from flow_grpo.modelscope_hub import is_modelscope
 if TYPE_CHECKING:
     import pyarrow
 
+VIDEO_COLUMN = "video"  # read after those of images
 MASK_COLUMN = "mask"  # read in rows with images
 NEGATIVE_COLUMN = "negative_prompt"
 MAX_PROMPT = 10_000  # characters; text encoders read at most 1,024 tokens
@@ -50,7 +65,8 @@ class Prompt:
     prompt: str
     negative_prompt: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
-    images: tuple[ImageSource, ...] = ()  # source images of editing and image-to-video models
+    # source images of editing and image-to-video models; a source video, as a file or its frames
+    images: tuple[ImageSource, ...] = ()
     mask: ImageSource | None = None  # of the first image: white is what may change
     where: str = field(default="", compare=False)  # file and line
 
@@ -67,7 +83,7 @@ class PromptLayout(RowLayout[Prompt]):
     noun: ClassVar[str] = "prompt"
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".jsonl", ".csv", ".parquet")
     rules: ClassVar[ColumnRules] = ColumnRules(
-        settings={IMAGE: "image_column", BINARY: "image_column"},
+        settings={IMAGE: "image_column", VIDEO: "image_column", BINARY: "image_column"},
         reserved={
             **dict.fromkeys(
                 ("negative", "negatives", "neg", "neg_prompt", "negative_prompts", NEGATIVE_COLUMN),
@@ -93,6 +109,14 @@ class PromptLayout(RowLayout[Prompt]):
     @property
     def required(self) -> str:
         return f'text in "{self.text}"'
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        return self._resolve(self.image, (*IMAGE_COLUMNS, VIDEO_COLUMN))
+
+    @property
+    def ignored_kinds(self) -> tuple[str, ...]:
+        return (IMAGE, VIDEO, BINARY) if self.image == NO_COLUMN else ()
 
     def check_columns(self, names: Collection[str], where: str) -> None:
         """Reject a table or a JSON object without a column that a setting names."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-from flow_grpo.data.columns import VIDEO_SIGNATURES
+from flow_grpo.data.columns import VIDEO, VIDEO_SIGNATURES, VIDEO_SUFFIXES, bytes_kind
 from flow_grpo.data.images import distinct_on_rank, find_image
 from flow_grpo.data.rows import join_with_or
 from flow_grpo.errors import UserError, first_line
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_FPS = 2.0  # of frames that are given without a rate; Qwen's default
 MIN_FPS, MAX_FPS = 1e-5, 1e5  # from one frame a day to high-speed cameras
 ANIMATED_FORMATS = ("GIF", "WEBP")  # read by Pillow
+FFMPEG_QUIET = "-8"  # AV_LOG_QUIET
 MIN_DECODED_FRACTION = 0.95  # of the frame count in the header, which is often a little too high
 
 
@@ -131,6 +132,30 @@ def read_frames(video: Video, selection: FrameSelection, where: str) -> list[Ima
             hint="make all frames the same size",
         )
     return frames
+
+
+def is_video_source(source: ImageSource) -> bool:
+    """Return whether a file is a video by its suffix, or bytes by their content."""
+    if isinstance(source, bytes):
+        return bytes_kind(source[:16]) == VIDEO
+    return source.suffix.lower() in VIDEO_SUFFIXES
+
+
+def read_source_video(source: ImageSource, count: int, where: str = "") -> Iterator[Image.Image]:
+    """Yield the frames of a video file, which must have `count` of them.
+
+    The number is that of the header; it is checked before any frame is decoded.
+    """
+    with _open_video(source, where) as file:
+        if file.total != count:
+            raise UserError(
+                f"has {file.total} frames, but {count} are needed",
+                field=file.name,
+                hint=f"cut it, e.g. ffmpeg -i {Path(source).name} -frames:v {count} cut.mp4"
+                if file.total > count
+                else f"use a longer video, or set frames={file.total}",
+            )
+        yield from file.read(range(count))
 
 
 def check_videos(
@@ -247,9 +272,11 @@ class _VideoFile:
 def _open_video(source: ImageSource, where: str) -> Iterator[_AnimatedImage | _VideoFile]:
     """Open a video for the context, with the reader for its format; reject other files."""
     if isinstance(source, bytes):
-        name, start = f"{where}: a video of {len(source)} bytes", source[:16]
+        name, start = f"a video of {len(source)} bytes", source[:16]
     else:
-        name = f"{where}: {source}"
+        name, start = str(source), b""
+    name = f"{where}: {name}" if where else name
+    if isinstance(source, Path):
         start = _read_signature(source, name)
     # OpenCV opens no other files, because FFmpeg would also follow playlists of URLs
     if any(start[offset:].startswith(magic) for offset, magic in VIDEO_SIGNATURES.values()):
@@ -279,13 +306,20 @@ def _read_signature(path: Path, name: str) -> bytes:
 
 
 def _open_with_opencv(path: Path, name: str) -> Iterator[_VideoFile]:
-    """Open a video file with OpenCV, and release it at the end of the context."""
+    """Open a video file with OpenCV, and release it at the end of the context.
+
+    Messages of OpenCV and FFmpeg about a damaged file are suppressed: errors have one line.
+    """
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", FFMPEG_QUIET)  # read at the first file
     try:
         import cv2
     except ImportError as error:
         raise UserError(
-            "needs OpenCV", field=name, hint="pip install -e '.[vlm]', or pass its frames as images"
+            "needs OpenCV",
+            field=name,
+            hint="pip install opencv-python-headless, or pass its frames as images",
         ) from error
+    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     capture = cv2.VideoCapture(os.path.abspath(path), cv2.CAP_FFMPEG)
     try:
         if not capture.isOpened():

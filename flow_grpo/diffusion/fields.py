@@ -317,8 +317,8 @@ class DiffusionConfig(shared.SharedFields):
     )
     image_column: str = setting(
         "",
-        'Column of the source images; empty uses "images" or "image" if present, and "none" '
-        "ignores them.",
+        'Column of the source images or video; empty uses "images", "image" or "video" if present, '
+        'and "none" ignores them.',
     )
     eval_dataset_column: str | None = setting(
         None,

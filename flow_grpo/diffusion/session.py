@@ -18,6 +18,7 @@ from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
 from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.data.videos import is_video_source
 from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Batch, Setup
 from flow_grpo.diffusion.builders import (
     build_adapter,
@@ -44,7 +45,6 @@ from flow_grpo.diffusion.config_checks import (
 )
 from flow_grpo.diffusion.context_parallel import (
     check_context_sources,
-    context_size,
     count_tokens,
     enable_context_parallel,
 )
@@ -87,7 +87,7 @@ from flow_grpo.training.distributed import (
     needs_equal_passes,
     raise_on_all_ranks,
 )
-from flow_grpo.training.plan import check_divides
+from flow_grpo.training.plan import check_divides, context_size
 from flow_grpo.training.resume import find_start
 from flow_grpo.training.session import BaseSession
 from flow_grpo.training.snapshot import Reference, Snapshot
@@ -226,7 +226,7 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     engine = {"accumulation_steps": losses_per_update}
-    engine["context_parallel"] = context_size(config, num_processes)
+    engine["context_parallel"] = context_size(config.sample.context_parallel, num_processes)
     with SessionBuilder(config, **engine) as run:
         given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
         tokens = count_sample_tokens(config) if load is None else 0
@@ -505,7 +505,12 @@ def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> N
     """Check that a reward can score all prompts, and try it on noise, before the model loads."""
     grey = Image.new("RGB", (size.width, size.height), "grey")
     texts = [p.prompt for p in prompts]
-    metadata = [metadata_with_images(p, lambda _: grey) for p in prompts]
+    metadata = [
+        metadata_with_images(
+            p, lambda source: [grey] * (size.frames if is_video_source(source) else 1)
+        )
+        for p in prompts
+    ]
     reward.check(texts, metadata)
     for name, rows in reward.applicable_rows(texts, metadata).items():
         if len(rows) < len(prompts):

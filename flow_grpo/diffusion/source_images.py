@@ -1,16 +1,19 @@
 """Source images of prompts: check them against the model, and pass them to the rewards."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from flow_grpo.data.images import check_images, check_masks
+from flow_grpo.data.images import check_images, check_masks, distinct_on_rank
 from flow_grpo.data.prompts import Prompt
+from flow_grpo.data.videos import is_video_source, read_source_video
 from flow_grpo.diffusion.models import ModelAdapter, Size
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
@@ -37,14 +40,10 @@ def check_source_images(
         size: Size that images are resized and cropped to.
         accelerator: Divides the images among the processes.
     """
-    for prompt in prompts if family else ():
-        if family.source_is_video and len(prompt.images) != size.frames:
-            raise UserError(
-                f"has {len(prompt.images)} images, but {model} needs the {size.frames} frames of a "
-                "source video",
-                field=prompt.where,
-                hint='list the files of its frames as "images", as many as frames',
-            )
+    takes_video = family is not None and family.source_is_video
+    for prompt in prompts:
+        _check_source_video(prompt, model, size.frames if takes_video else None)
+    for prompt in prompts if family and not takes_video else ():
         check_image_count(prompt, model, family.num_source_images)
         if not family.masks_source_images and len(prompt.images) != len(prompts[0].images):
             raise UserError(
@@ -55,7 +54,9 @@ def check_source_images(
     if not any(prompt.images for prompt in prompts):
         return
     bar = partial(progress_bar, shown=accelerator.is_main_process)
-    sizes = raise_on_all_ranks(accelerator, lambda: check_images(prompts, accelerator, bar))
+    sizes = raise_on_all_ranks(
+        accelerator, lambda: _decode_sources(prompts, size.frames, accelerator, bar)
+    )
     masked = [(p.mask, p.images[0], p.where) for p in prompts if p.mask]
     rank_masks = masked[accelerator.process_index :: accelerator.num_processes]
     raise_on_all_ranks(accelerator, lambda: check_masks(rank_masks))
@@ -65,6 +66,57 @@ def check_source_images(
     if count := len(set(gather_object(rows))):
         what = f"{count} of {len(distinct)} prompts to the shape {size.width} x {size.height}"
         logger.info("cropping the source images of %s", what)
+
+
+def _check_source_video(prompt: Prompt, model: str, frames: int | None) -> None:
+    """Reject a video for a model that takes images, and anything else for one that takes a video.
+
+    Args:
+        prompt: A row of the dataset.
+        model: Name of the model, for messages.
+        frames: Number of frames of the source video; None for a model that takes images.
+    """
+    video = next(filter(is_video_source, prompt.images), None)
+    if frames is None and video is not None:
+        name = "a video" if isinstance(video, bytes) else f"the video {video.name}"
+        raise UserError(
+            f"has {name}, but {model} takes no source video",
+            field=prompt.where,
+            hint="use a video-to-video model, or --config.image_column=none",
+        )
+    if frames is None or (video is not None and len(prompt.images) == 1 and not prompt.mask):
+        return
+    if video is not None:
+        extra = "a mask" if len(prompt.images) == 1 else "other images"
+        raise UserError(f"has a source video and {extra}", field=prompt.where, hint="remove these")
+    if len(prompt.images) != frames:
+        raise UserError(
+            f"has {len(prompt.images)} images, but {model} needs the {frames} frames of a source "
+            "video",
+            field=prompt.where,
+            hint='add its path as "video", or list the files of its frames as "images"',
+        )
+
+
+def _decode_sources(
+    prompts: Sequence[Prompt],
+    frames: int,
+    accelerator: Accelerator,
+    bar: Callable[[Iterable, str, int], Iterable],
+) -> dict[ImageSource, tuple[int, int]]:
+    """Decode every distinct source video and image once; see `check_images`.
+
+    A video must have `frames` frames of the same size.
+    """
+    local = distinct_on_rank(
+        ((i, p.where) for p in prompts for i in p.images if is_video_source(i)), accelerator
+    )
+    sizes = {}
+    for video, where in bar(local, "checking videos", len(local)) if local else ():
+        for frame in read_source_video(video, frames, where):
+            sizes[video] = frame.size
+    images = [replace(p, images=tuple(filterfalse(is_video_source, p.images))) for p in prompts]
+    return sizes | check_images(images, accelerator, bar)
 
 
 def check_image_count(prompt: Prompt, model: str, allowed: range) -> None:
@@ -96,25 +148,34 @@ def reward_metadata(prompts: Sequence[Prompt], adapter: ModelAdapter) -> list[di
 
 
 def load_source_images(prompts: Sequence[Prompt], adapter: ModelAdapter) -> list[list[Image.Image]]:
-    """Load the source images of each prompt as the model sees them."""
+    """Load the source images of each prompt as the model sees them.
+
+    Of a source video, only the middle frame is returned.
+    """
     loaded = _load_images(prompts, adapter)
-    return [[loaded[image] for image in prompt.images] for prompt in prompts]
+    sources = [[frame for image in prompt.images for frame in loaded[image]] for prompt in prompts]
+    return [[own[len(own) // 2]] for own in sources] if adapter.source_is_video else sources
 
 
 def _load_images(
     prompts: Sequence[Prompt], adapter: ModelAdapter
-) -> dict[ImageSource, Image.Image]:
-    """Load each image once; masks are cropped like their images."""
+) -> dict[ImageSource, list[Image.Image]]:
+    """Load each image or video once; masks are cropped like their images."""
     named = (image for prompt in prompts for image in (*prompt.images, prompt.mask) if image)
-    return {image: adapter.load_source_image(image) for image in dict.fromkeys(named)}
+    return {image: adapter.load_source_frames(image) for image in dict.fromkeys(named)}
 
 
 def metadata_with_images(
-    prompt: Prompt, open_image: Callable[[ImageSource], Image.Image]
+    prompt: Prompt, load: Callable[[ImageSource], list[Image.Image]]
 ) -> dict[str, Any]:
-    """Return the metadata of a prompt with its image, or list of images, and its mask."""
+    """Return the metadata of a prompt with its image, or list of images, and its mask.
+
+    Args:
+        prompt: A row of the dataset.
+        load: Returns an image, or the frames of a video.
+    """
     if not prompt.images:
         return prompt.metadata
-    images = [open_image(image) for image in prompt.images]
-    masks = {MASK: open_image(prompt.mask).convert("L")} if prompt.mask else {}
+    images = [frame for image in prompt.images for frame in load(image)]
+    masks = {MASK: load(prompt.mask)[0].convert("L")} if prompt.mask else {}
     return {**prompt.metadata, SOURCE: images if images[1:] else images[0], **masks}

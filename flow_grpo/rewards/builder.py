@@ -8,6 +8,7 @@ from typing import Any
 from flow_grpo.errors import UserError, did_you_mean
 from flow_grpo.rewards.config_checks import check_reward_names, check_weights
 from flow_grpo.rewards.custom import import_scorer
+from flow_grpo.rewards.draw_settings import DrawSettings, draw_settings, drawn_names
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
@@ -78,6 +79,7 @@ def build_scorers(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     policy: FailurePolicy = DEFAULT_POLICY,
     run: str = "",
+    draw: DrawSettings | None = None,
 ) -> dict[str, Scorer]:
     """Build the scorers by name, without retries.
 
@@ -89,6 +91,7 @@ def build_scorers(
         options: Keyword arguments by name.
         policy: Retries and timeout.
         run: Name of the run, passed to reward classes that have a `run` parameter.
+        draw: How the rewards drawn:NAME draw responses; options of such a reward override it.
 
     Raises:
         UserError: For an unknown reward or option, or options of a reward that a server scores.
@@ -99,6 +102,8 @@ def build_scorers(
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_frame_rules(options or {})
     check_reward_names(names, options, custom, servers)
+    drawn = {name: inner for name, inner in drawn_names(names).items() if name not in servers}
+    settings = {name: draw_settings(name, draw, options.get(name, {})) for name in drawn}
     for name in servers.keys() & {*OWN_CLIENTS} - {*custom}:
         options[name] = {"url": servers.pop(name), **options.get(name, {})}
     for name, urls in servers.items():
@@ -111,7 +116,8 @@ def build_scorers(
                 field=f"reward_options.{name}",
                 hint="pass the options to the server (--options)",
             )
-    found = {name: import_scorer(name, paths[name]) for name in names if name not in servers}
+    local = [name for name in names if name not in servers and name not in drawn]
+    found = {name: import_scorer(name, paths[name]) for name in local}
 
     def frame_rule(name: str, scorer: Any) -> str:
         return resolve_frame_rule(name, as_scorer(scorer), rules.get(name), custom=name in custom)
@@ -144,7 +150,29 @@ def build_scorers(
 
     for name, scorer in found.items():  # check all before building any, which may take long
         frame_rule(name, scorer)
-    return {name: build(name) for name in names}
+    built = {name: build(name) for name in names if name not in drawn}
+    if drawn:
+        built |= _build_drawn(
+            drawn,
+            settings,
+            device=device,
+            custom=custom,
+            servers=servers,
+            options={name: own for name, own in options.items() if name not in drawn},
+            policy=policy,
+            run=run,
+        )
+    return {name: built[name] for name in names}
+
+
+def _build_drawn(
+    drawn: Mapping[str, str], settings: Mapping[str, DrawSettings], *, device: str, **others: Any
+) -> dict[str, Scorer]:
+    """Build the rewards drawn:NAME from their image rewards, and load the diffusion models."""
+    from flow_grpo.rewards.drawn import build_drawn_rewards  # late: it needs torch
+
+    inner = build_scorers(dict.fromkeys(drawn.values()), device=device, **others)
+    return build_drawn_rewards({n: inner[i] for n, i in drawn.items()}, settings, device)
 
 
 def guard_scorers(

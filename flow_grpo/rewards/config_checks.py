@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flow_grpo.config.custom import check_file_exists
 from flow_grpo.errors import UserError, did_you_mean
+from flow_grpo.rewards.draw_settings import check_drawn_names, image_reward_of
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.registry import REWARDS
 
@@ -63,12 +64,14 @@ def check_reward_names(
         servers: Rewards that are scored by a server.
     """
     known = {**REWARDS.paths, **dict.fromkeys(custom)}
+    check_drawn_names({*names} - {*servers}, custom)
     for name in (*names, *others, *custom, *servers):
         if name in RESERVED_NAMES:
             raise UserError(
                 "has a name reserved for a metric", field=f"reward {name!r}", hint="rename it"
             )
-        if not (name in known or (name in servers and name in names)):
+        is_drawn = image_reward_of(name) is not None
+        if not (name in known or is_drawn or (name in servers and name in names)):
             raise UserError(
                 f"unknown reward {name!r}; known are {', '.join(sorted(known))}; "
                 "add your own with config.custom_rewards, or its server with config.reward_servers",
@@ -81,7 +84,14 @@ def check_reward_fields(settings: "RewardFields") -> None:
     check_weights(settings.reward_fn, "reward_fn")
     if settings.eval_reward_fn:
         check_weights(settings.eval_reward_fn, "eval_reward_fn")
-    names = [*settings.reward_fn, *settings.eval_reward_fn]
+    names = [*settings.reward_fn, *settings.eval_weights()]
+    if settings.second_reward in {**settings.reward_fn, **settings.eval_reward_fn}:
+        raise UserError(
+            "is in reward_fn or eval_reward_fn as well",
+            field="second_reward",
+            value=settings.second_reward,
+            hint="choose a reward that is not trained, or leave it empty",
+        )
     for name, urls in settings.reward_servers.items():
         if not isinstance(urls, str):
             raise UserError(
@@ -98,6 +108,6 @@ def check_reward_fields(settings: "RewardFields") -> None:
 
 def check_custom_reward_files(settings: "RewardFields") -> None:
     """Reject a custom reward in a file that does not exist, unless a server scores it."""
-    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+    for name in (*settings.reward_fn, *settings.eval_weights()):
         if name in settings.custom_rewards and not settings.reward_servers.get(name):
             check_file_exists(settings.custom_rewards[name], f"reward {name!r}")

@@ -3,18 +3,24 @@
     flow-grpo rewards convert model.pth model.safetensors
 
 `torch.load(weights_only=True)` unpickles tensors and plain containers only; a file that needs more
-is rejected. Names and values are unchanged. The SHA-256 of the original is stored in the metadata
-of the result, so that its origin can be verified.
+is rejected. With `--modules`, a file of a whole module is accepted as well: its classes are
+replaced by inert ones, and only parameters and buffers are kept. Names and values are unchanged.
+The SHA-256 of the original is stored in the metadata of the result, so that its origin can be
+verified.
 """
 
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from flow_grpo.atomic_io import check_output_folder, fsync_path
 from flow_grpo.errors import UserError, did_you_mean_file, first_line
@@ -23,13 +29,16 @@ from flow_grpo.rewards.loading import Weights, explain_load_errors, load_weights
 KIND = "a file of weights"
 
 
-def convert_weights(source: Path, target: Path, sha256: str = "") -> tuple[str, str]:
+def convert_weights(
+    source: Path, target: Path, sha256: str = "", *, modules: bool = False
+) -> tuple[str, str]:
     """Convert a file that `torch.save` wrote to safetensors.
 
     Args:
         source: File with a state dict, which may be nested under "state_dict" or "model".
         target: New .safetensors file.
         sha256: Expected SHA-256 of the source; "" accepts any.
+        modules: The file contains a whole module instead.
 
     Returns:
         SHA-256 of the source and of the target.
@@ -56,7 +65,8 @@ def convert_weights(source: Path, target: Path, sha256: str = "") -> tuple[str, 
             hint="download it again",
         )
     with explain_load_errors("source", str(source), KIND):
-        weights = _check_tensors(load_weights_file(source))
+        load = load_module_weights if modules else load_weights_file
+        weights = _check_tensors(load(source))
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +82,41 @@ def convert_weights(source: Path, target: Path, sha256: str = "") -> tuple[str, 
     finally:
         partial.unlink(missing_ok=True)
     return found, file_sha256(target)
+
+
+class _Inert:
+    """Stands for a class or function of a pickle; it stores attributes and does nothing else."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
+def load_module_weights(path: Path) -> Weights:
+    """Return the state dict of a module that `torch.save` wrote as a whole, without its classes.
+
+    All names that the pickle would import are replaced by inert classes, so none of their code is
+    executed.
+    """
+    names = get_unsafe_globals_in_checkpoint(path)
+    with safe_globals([(type(name, (_Inert,), {}), name) for name in names]):
+        module = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(_module_tensors(module, ""))
+
+
+def _module_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of an unpickled module and of its children by name."""
+    content = vars(module) if isinstance(module, _Inert) else {}
+    transient = content.get("_non_persistent_buffers_set", ())
+    for group in ("_parameters", "_buffers"):
+        for name, value in content.get(group, {}).items():
+            if value is not None and name not in transient:
+                yield f"{prefix}{name}", value
+    for name, child in content.get("_modules", {}).items():
+        yield from _module_tensors(child, f"{prefix}{name}.")
 
 
 def file_sha256(path: Path) -> str:

@@ -395,6 +395,25 @@ def overlong_pairs() -> list[ExamplePair]:
     ]
 
 
+def prompt_length_pairs() -> list[ExamplePair]:
+    """Return short against long rewritten prompts."""
+    return [
+        ExamplePair("draw a dog", "a photo of a dog", "a very long prompt " * count)
+        for count in (20, 50, 100)
+    ]
+
+
+def prompt_similarity_pairs() -> list[ExamplePair]:
+    """Return rewritten prompts that keep the request against others."""
+    return _response_pairs(
+        [
+            ("a dog in the snow", "a photo of a dog in the snow, 4k", "a cat on a sofa", ""),
+            ("two red circles", "two red circles on white paper", "three blue squares", ""),
+            ("sign DOG crisp", "a crisp sign that says DOG", "a crisp photo of a car", ""),
+        ]
+    )
+
+
 def environment_pairs() -> list[ExamplePair]:
     """Return episodes with a reward against episodes without."""
     return [
@@ -436,6 +455,8 @@ EXAMPLES: dict[str, Callable[[], list[ExamplePair]]] = {
     "none": list,  # scored by people
     "object": lambda: object_pairs("stop sign"),
     "overlong": overlong_pairs,
+    "prompt_length": prompt_length_pairs,
+    "prompt_similarity": prompt_similarity_pairs,
     "quality": quality_pairs,
     "questions": question_pairs,
     "shape": lambda: object_pairs("circle"),

@@ -82,6 +82,7 @@ class Scorer:
         unavailable_reason: Why it cannot score at present, reported by a reward server; or "".
         score_pixels: For differentiable rewards, the function (pixels, prompts) -> scores (N,),
             with pixels (N, 3, H, W) in [0, 1].
+        preview: For rewards of drawn responses, the function (responses, questions) -> images (N).
     """
 
     kind = "image"
@@ -95,6 +96,7 @@ class Scorer:
     timeout = math.inf
     unavailable_reason = ""
     score_pixels: "Callable[[Tensor, list[str]], Tensor] | None" = None
+    preview: Callable[[list[str], list[str]], list[Image.Image | None]] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Map hooks under their old names; compare single frames of videos in groupwise rewards."""

@@ -26,8 +26,10 @@ IMAGE_REWARDS = {
     "keep_source": "flow_grpo.rewards.scorers.keep_source:KeepSource",
     "motion_smoothness": "flow_grpo.rewards.scorers.motion:MotionSmoothness",
     "moving_shape": "flow_grpo.rewards.scorers.moving_shape:MovingShape",
+    "mps": "flow_grpo.rewards.scorers.mps:Mps",
     "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
     "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
+    "qalign": "flow_grpo.rewards.scorers.deqa:QAlign",
     "qwenvl": "flow_grpo.rewards.judges.qwen_vl:QwenVl",
     "qwenvl_ocr": "flow_grpo.rewards.judges.qwen_vl:QwenVlOcr",
     "temporal_flicker": "flow_grpo.rewards.scorers.motion:TemporalFlicker",
@@ -44,6 +46,8 @@ TEXT_REWARDS = {
     "environment": "flow_grpo.rewards.text:EnvironmentReward",
     "math_answer": "flow_grpo.rewards.text:MathAnswer",
     "overlong": "flow_grpo.rewards.text:Overlong",
+    "prompt_length": "flow_grpo.rewards.text.prompt_guards:PromptLength",
+    "prompt_similarity": "flow_grpo.rewards.text.prompt_guards:PromptSimilarity",
     "reward_model": "flow_grpo.rewards.text.reward_model:RewardModel",
 }
 # Built in, and computed elsewhere: their option `url` is what `reward_servers` has for them.

@@ -106,7 +106,7 @@ class SessionBuilder:
             by_default: Weights of rewards that `reward_fn` does not mention.
         """
         trained = {**(by_default or {}), **self.config.reward_fn}
-        weights = trained, self.config.eval_reward_fn or trained
+        weights = trained, self.config.eval_weights(trained)
 
         def build() -> list[WeightedReward]:
             name = self._start.folder.name
@@ -189,6 +189,7 @@ def build_accelerator(
     accumulation_steps: int = 1,
     autocast: bool = True,
     context_parallel: int = 1,
+    context_field: str = "sample.context_parallel",
     **kwargs: Any,
 ) -> Accelerator:
     """Return the accelerator of a run.
@@ -198,6 +199,7 @@ def build_accelerator(
         accumulation_steps: Micro-batches per update, for DeepSpeed.
         autocast: False if the model casts by itself, in the same way for sampling and training.
         context_parallel: Number of processes that compute each sample together.
+        context_field: Setting that configures it.
         kwargs: Further arguments of Accelerator.
     """
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -234,7 +236,7 @@ def build_accelerator(
         kwargs_handlers=handlers,
         **kwargs,
     )
-    set_context_parallel(accelerator, context_parallel)
+    set_context_parallel(accelerator, context_parallel, context_field)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, config.train.max_grad_norm)
     if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
@@ -302,7 +304,7 @@ def suggest_on_oom(advice: list[str]) -> Iterator[None]:
 
 def eval_reward_weights(config: RewardFields) -> dict[str, float]:
     """Return the weights of the evaluation rewards, by default those of training."""
-    return config.eval_reward_fn or config.reward_fn
+    return config.eval_weights()
 
 
 def available_scorers(config: RewardFields, builtin: Iterable[str]) -> dict[str, str]:
@@ -333,6 +335,7 @@ def build_rewards(
         options=config.reward_options,
         policy=policy,
         run=run,
+        draw=getattr(config, "draw", None),  # of language models only
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]

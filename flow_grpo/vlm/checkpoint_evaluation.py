@@ -336,7 +336,7 @@ def parse_sampling(config: VlmConfig, n: int | None, temperature: float | None) 
 def evaluation_weights(config: VlmConfig) -> dict[str, float]:
     """Return the weights of the evaluation rewards, by default those of training."""
     trained = {**({ENVIRONMENT: 1.0} if config.environment else {}), **config.reward_fn}
-    return config.eval_reward_fn or trained
+    return config.eval_weights(trained)
 
 
 def check_reward(

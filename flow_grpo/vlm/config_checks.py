@@ -17,6 +17,7 @@ from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, TOTAL, check_nonzero_weight
 from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.rewards.draw_settings import check_drawn_names, draw_settings, drawn_names
 from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.environment import load_environment_class
@@ -228,6 +229,7 @@ def _check_environment(settings: VlmConfig) -> None:
     for field, names in (
         ("reward_fn", settings.reward_fn),
         ("eval_reward_fn", settings.eval_reward_fn),
+        ("second_reward", settings.second_weight()),
     ):
         if ENVIRONMENT in names:
             raise UserError(
@@ -310,15 +312,28 @@ def _check_given(settings: VlmConfig) -> None:
 
 
 def _check_rewards(settings: VlmConfig) -> None:
-    """Reject built-in rewards that score images."""
-    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+    """Reject built-in rewards that score images, and invalid settings of those that draw."""
+    for name in (*settings.reward_fn, *settings.eval_weights()):
         elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
         if name in REWARDS and name not in TEXT_REWARDS and not elsewhere:
             raise UserError(
                 "scores images, not text",
                 field=f"reward_fn.{name}",
-                hint=f"use {', '.join(TEXT_REWARDS)}, or your own in custom_rewards",
+                hint=f"use drawn:{name} to score images that a diffusion model draws from the "
+                f"responses; rewards of text are {', '.join(TEXT_REWARDS)}",
             )
+    names = {*settings.reward_fn, *settings.eval_reward_fn}
+    drawn = [name for name in drawn_names(names) if not settings.reward_servers.get(name)]
+    check_drawn_names(drawn, settings.custom_rewards)
+    for name in drawn:
+        draw_settings(name, settings.draw, settings.reward_options.get(name, {}))
+    if settings.draw.model and not drawn:
+        raise UserError(
+            "has no effect without a reward that draws",
+            field="draw.model",
+            value=settings.draw.model,
+            hint="add one to reward_fn, such as drawn:ocr, or unset it",
+        )
 
 
 def check_vllm_settings(temperature: float) -> None:

@@ -9,7 +9,7 @@ import io
 import math
 import sys
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,12 +76,16 @@ class StepResult:
     images: tuple[bytes, ...]  # PNG
     reward: float
     done: bool
+    fallback: str = ""  # shown instead if the observation cannot be encoded
 
 
 class EnvironmentWorker:
     """Runs the steps of its episodes in a worker process."""
 
-    def __init__(self, path: str, options: dict[str, Any], folders: list[str]) -> None:
+    def __init__(
+        self, path: str, options: dict[str, Any], folders: list[str], timeout: float
+    ) -> None:
+        self._timeout = timeout
         sys.path += [each for each in folders if each not in sys.path]
         self._environment_class, self._options = load_environment_class(path), options
         self._batch = -1
@@ -96,6 +100,12 @@ class EnvironmentWorker:
         environment, taken = self._open_episodes.pop(request.episode, (None, 0))
         if environment is None:
             environment = self._environment_class(**self._options)
+            if (longest := getattr(environment, "longest_step", 0.0)) >= self._timeout:
+                raise UserError(
+                    f"must be above {longest:g}, the longest step that environment_options allow",
+                    field="environment_timeout",
+                    value=self._timeout,
+                )
             images = [read_image(source) for source in request.images]
             environment.reset({**request.row, "images": images})
         *replayed, last = request.responses[taken:]
@@ -103,6 +113,7 @@ class EnvironmentWorker:
             environment.step(response)
             yield "progress", None
         step = parse_step_result(environment.step(last))
+        step = replace(step, fallback=getattr(environment, "fallback_observation", ""))
         if not step.done:
             self._open_episodes[request.episode] = environment, len(request.responses)
         return step
@@ -192,6 +203,7 @@ class EnvironmentPool:
         """Create one single-process pool per worker."""
         # sys.path too: a module may be in the config's directory, which workers do not know
         settings = {"path": self.path, "options": dict(self.options), "folders": list(sys.path)}
+        settings["timeout"] = self.timeout
         limits = {"workers": 1, "timeout": self.timeout, "max_deaths": 1}
         self._pools = [
             WorkerPool(f"{__name__}:EnvironmentWorker", settings, **limits)

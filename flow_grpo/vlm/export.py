@@ -31,6 +31,8 @@ from flow_grpo.vlm.reward_models.classifier import (
     build_classifier,
     classifier_class,
     find_pad_token,
+    read_statistics,
+    set_statistics,
 )
 
 CPU = torch.device("cpu")
@@ -121,7 +123,9 @@ def load_reward_model(
     merged = _load_merged_model(source, model, revision)
     pad_token_id = find_pad_token(PromptEncoder(tokenizer, image_processor, merged))
     weights = {**merged.state_dict(), **load_file(source.weights / SCORE_FILE)}
-    return build_classifier(merged.config, weights, pad_token_id), parts
+    classifier = build_classifier(merged.config, weights, pad_token_id)
+    set_statistics(classifier.config, read_statistics(source.weights / SCORE_FILE))
+    return classifier, parts
 
 
 def _load_merged_model(source: ExportSource, model: str, revision: str) -> nn.Module:

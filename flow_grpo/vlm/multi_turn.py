@@ -5,6 +5,7 @@ trained; observation tokens are masked out.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -133,20 +134,34 @@ class EpisodeRunner:
         episode.done = step.done or last
         if episode.done:
             return
-        encoder = self.rollout_engine.encoder
-        tokens = episode.responses[-1].tokens
-        where = f"an observation for {episode.question.where}"
         try:
-            observation = encoder.encode_observation(
-                step.text, step.images, tokens, where, self.max_observation_tokens
-            )
+            shown = self._append_observation(episode, step)
         except UserError as error:
             episode.done, episode.failure = True, str(error)
-            return
-        episode.observations.append(step.text)
+        else:
+            episode.observations.append(shown)
+
+    def _append_observation(self, episode: Episode, step: StepResult) -> str:
+        """Append an observation, or its fallback if it cannot be encoded; return its text."""
+        encoder, tokens = self.rollout_engine.encoder, episode.responses[-1].tokens
+        where, text, images = f"an observation for {episode.question.where}", step.text, step.images
+        encode = partial(
+            encoder.encode_observation,
+            response=tokens,
+            where=where,
+            limit=self.max_observation_tokens,
+        )
+        try:
+            observation = encode(text, images)
+        except UserError:
+            if not step.fallback:
+                raise
+            text, images = step.fallback, ()
+            observation = encode(text, images)
         episode.conversation = encoder.append_tokens(
             episode.conversation,
             torch.cat([tokens, observation.ids]),
             observation.vision_inputs,
-            step.images,
+            images,
         )
+        return text

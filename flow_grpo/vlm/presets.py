@@ -145,6 +145,30 @@ PRESETS: dict[str, FieldValues] = {
         "eval_questions": 0,
         "num_epochs": 8,
     },
+    # A small language model learns which prompts the frozen tiny-sd3 renders best.
+    "tiny_enhancer": {
+        PARENT_KEY: "tiny_text",
+        "pretrained": {"model": "assets/tiny-enhancer"},
+        "dataset": "dataset/sign_requests",
+        "answer_key": "",  # the reward reads the word from the column `prompt`
+        "reward_fn": {"drawn:ocr": 1.0},
+        "num_epochs": 8,
+        "eval_freq": 4,
+        "save_freq": 4,
+        "log_images": 24,
+        "draw": {
+            "model": "assets/tiny-sd3",
+            "prompt_key": "prompt",
+            "num_steps": 8,
+            "guidance_scale": 1.0,
+            "height": 32,
+            "width": 96,
+            "max_sequence_length": 8,  # it was trained to ignore the number of T5 tokens
+            "batch_size": 32,
+        },
+        "sample": {"questions_per_epoch": 16, "group_size": 8, "max_new_tokens": 40},
+        "train": {"learning_rate": 1e-3},
+    },
     # The same model copies given responses: one pass over 200 of them, without a rollout.
     "tiny_text_sft": {
         PARENT_KEY: "tiny_text",

@@ -25,7 +25,7 @@ def write_response_samples(
     """Log responses on the main process; call it on all processes."""
     logged = questions if session.accelerator.is_main_process else []
     images = raise_on_all_ranks(
-        session.accelerator, lambda: [_contact_sheet(each) for each in logged]
+        session.accelerator, lambda: _sample_images(session, logged, responses)
     )
     write_samples(
         session,
@@ -37,6 +37,26 @@ def write_response_samples(
         truth=[str(question.answer) for question in questions],
         **columns,
     )
+
+
+def _sample_images(
+    session: BaseSession, questions: Sequence[Question], responses: Sequence[str]
+) -> list[Image.Image | None]:
+    """Return the images of the questions, or those drawn from the responses, to be scored."""
+    sheets = [_contact_sheet(each) for each in questions]
+    rewards = {**session.reward.scorers, **session.eval_reward.scorers}
+    preview = next((p for each in rewards.values() if (p := each.preview) is not None), None)
+    if preview is None or any(sheets) or not questions:
+        return sheets
+    images = preview(list(responses), [question.text for question in questions])
+    return [image and _thumbnail(image) for image in images]
+
+
+def _thumbnail(image: Image.Image) -> Image.Image:
+    """Return a copy of at most MAX_SIDE pixels."""
+    image = image.copy()
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    return image
 
 
 def _contact_sheet(question: Question) -> Image.Image | None:

@@ -52,7 +52,8 @@ NO_ZERO_BETA = {
     "kto.beta",
     "nft.beta",
 }  # elsewhere `beta` is the weight of a KL
-LARGE_SEED = {"seed"}  # a 64-bit integer
+NO_ZERO_SIZE = {"draw.height", "draw.width"}  # no other setting defines them
+LARGE_SEED = {"seed", "draw.seed"}  # 64-bit integers
 SIGNED = {"sample.filter_low", "sample.filter_high"}  # bounds of rewards, which may be negative
 
 
@@ -69,6 +70,8 @@ def numeric(spec) -> dict[str, type]:
 
 def accepts_zero(name: str) -> bool:
     key = name.rpartition(".")[2]
+    if name in NO_ZERO_SIZE:
+        return False
     return key in ZERO or (key == "beta" and name not in NO_ZERO_BETA)
 
 

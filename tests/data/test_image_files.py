@@ -92,7 +92,7 @@ def test_rewards_get_a_mask_that_is_cropped_like_its_image(tmp_path):
     mask.save(tmp_path / "b.png")
     named = Prompt("a", "", {"n": 1}, (tmp_path / "a.png",), tmp_path / "b.png")
     plain = Prompt("a", "", {"mask": "a text"})
-    adapter = SimpleNamespace(load_source_image=lambda file: resize_and_crop(file, 8, 8))
+    adapter = SimpleNamespace(load_source_frames=lambda file: [resize_and_crop(file, 8, 8)])
     with_mask, without_mask = reward_metadata([named, plain], adapter)
     assert without_mask == plain.metadata
     assert with_mask.keys() == {"n", "source", "mask"}

@@ -12,10 +12,11 @@ from PIL import Image
 from plot import plot_images
 from train import train as train_run
 
+from flow_grpo.audio import Audio
 from flow_grpo.report.grid import save_image_grid
 from flow_grpo.report.thumbnails import encode_thumbnails
 from flow_grpo.report.video_files import save_video
-from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.frames import Video, to_pil
 from flow_grpo.training.trackers import save_samples
 
 
@@ -81,6 +82,21 @@ def test_a_gif_can_be_chosen_where_only_images_are_shown(tmp_path):
     assert save_video(video, tmp_path, "a", animated_image=True) == "a.gif"
     assert save_video(video, tmp_path, "b") == "b.gif"
     assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+
+
+def test_without_an_encoder_videos_with_sound_become_gif_and_wav(tmp_path, caplog):
+    """One message says so, however many videos are saved."""
+    caplog.set_level("INFO", "flow_grpo")
+    sound = Audio(np.sin(np.arange(800, dtype=np.float32))[None], 8000)
+    videos = [Video(frames, fps=24, audio=sound) for frames in make_videos(2, 5)]
+    save_samples(tmp_path, videos, prompt=["a", "b"])
+    for name, record in zip(("0000", "0001"), records(tmp_path), strict=True):
+        assert (record["file"], record["audio"]) == (f"{name}.gif", f"{name}.wav")
+        assert len(frames_in(tmp_path / record["file"])) == 5
+        read = Audio.from_wav((tmp_path / record["audio"]).read_bytes())
+        np.testing.assert_allclose(read.waveform, sound.waveform, atol=1e-4)
+    [message] = caplog.messages
+    assert message == "videos are saved as GIF; for MP4 run: pip install -e '.[video]'"
 
 
 def test_a_video_of_one_frame_is_saved_as_an_image(tmp_path):

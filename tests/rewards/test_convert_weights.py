@@ -1,10 +1,11 @@
 """Conversion of pickled weights to safetensors."""
 
+import functools
 import hashlib
 
 import pytest
 import torch
-from malicious_files import write_malicious_pickle
+from malicious_files import MaliciousObject, write_malicious_pickle
 from runner import run_script
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -47,6 +48,30 @@ def test_code_in_a_pickle_is_not_executed(tmp_path):
             convert_weights(tmp_path / "bad.pth", tmp_path / "new.safetensors")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new.safetensors").exists()
+
+
+@pytest.mark.parametrize("modules", [False, True])
+def test_code_in_the_pickle_of_a_module_is_not_executed(tmp_path, modules):
+    layer = torch.nn.Linear(2, 2)
+    layer.extra = MaliciousObject(tmp_path / "ran")
+    torch.save(layer, tmp_path / "module.pth")
+    with raises_user_error("mkdir" if modules else "Linear", field="source"):
+        convert_weights(tmp_path / "module.pth", tmp_path / "new.safetensors", modules=modules)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_whole_module_is_converted_without_its_classes(tmp_path):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2, bias=False))
+    module.function = functools.partial(print, "never called")
+    torch.save(module, tmp_path / "module.pth")
+    convert_weights(tmp_path / "module.pth", tmp_path / "new.safetensors", modules=True)
+    weights = load_file(tmp_path / "new.safetensors")
+    expected = module.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    torch.save({"a": torch.zeros(2)}, tmp_path / "dict.pth")
+    with raises_user_error("no state dict", field="source"):
+        convert_weights(tmp_path / "dict.pth", tmp_path / "other.safetensors", modules=True)
 
 
 def test_invalid_files_are_rejected(source, tmp_path):

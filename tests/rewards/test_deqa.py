@@ -1,4 +1,4 @@
-"""DeQA-Score loads remote code: tested with a small model folder that contains such code."""
+"""DeQA-Score and Q-Align load remote code: tested with small model folders with such code."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from PIL import Image
 from small_deqa import MODELING, write_small_deqa
 from user_errors import raises_user_error
 
-from flow_grpo.rewards.scorers.deqa import DeQA
+from flow_grpo.rewards.scorers.deqa import DeQA, QAlign
 
 IMAGES = [Image.new(mode, size, "white") for mode, size in (("RGB", (8, 8)), ("L", (3, 9)))]
 IMAGES += [Image.new("RGB", (5, 5), "black"), Image.new("RGB", (5, 5), "#7f7f7f")]
@@ -68,6 +68,23 @@ def test_a_model_without_a_score_method_is_rejected(write):
     folder = write(MODELING.replace("def score", "def rate"))
     with raises_user_error("BrightnessForCausalLM", "`score`", field="model", value=folder):
         DeQA(model=folder, trust_remote_code=True)
+
+
+def test_q_align_grades_the_task(write):
+    """Aesthetics are graded as the inverse here, so that the tasks differ."""
+    invert = "bright = bright if task_ == 'quality' else 1 - bright"
+    code = MODELING.replace("self, images)", "self, images, task_, input_)")
+    code = code.replace(
+        "return self", f"assert input_ == 'image'\n        {invert}\n        return self"
+    )
+    folder = write(code)
+    options = {"model": folder, "trust_remote_code": True, "batch_size": 3}
+    for task, expected in {"quality": RAW, "aesthetics": [6 - raw for raw in RAW]}.items():
+        scores, extra = QAlign(task=task, **options)(IMAGES, [""] * 4, [{}] * 4)
+        assert extra == {"raw": pytest.approx(expected, abs=4e-3)}
+        assert scores == pytest.approx([raw / 5 for raw in extra["raw"]], abs=1e-6)
+    with raises_user_error("quality, aesthetics", field="task", value="sharpness"):
+        QAlign(task="sharpness", **options)
 
 
 def test_remote_code_that_fails_is_reported(write):

@@ -4,14 +4,18 @@ The checksums are those of the texts in the authors' repositories, computed ther
 """
 
 import hashlib
+import json
 import math
 import re
 
 import numpy as np
 import pytest
+import torch
 from openai_server import OpenAiServer, completion
 from PIL import Image
 from sign_images import prompt
+from small_qwen_rewards import build_model, hidden_states, image_patches, token_ids
+from small_vlm import CHARACTERS
 from user_errors import raises_user_error
 from vlm_judges import (
     BLANK,
@@ -186,6 +190,56 @@ def test_editscore_is_the_published_formula():
     assert quality.layout == ("<img1>: ", "", quality.text)
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 42}
     assert edit.sampling == quality.sampling == sampling
+
+
+class SmallJudge:
+    """A small random Qwen2.5-VL, whose grades are read from its logits of the next token."""
+
+    def __init__(self) -> None:
+        self.model = build_model("qwen2_5_vl", 0)
+
+    def grades(self, parts: list[str | Image.Image]) -> list[float]:
+        """Return two grades from 0 to 25 of a message of texts and images."""
+        visuals = [image_patches(part, (56, 56)) for part in parts if not isinstance(part, str)]
+        pads = f"<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>"
+        unknown = f"[^{re.escape(''.join(CHARACTERS))}]"
+        texts = [re.sub(unknown, " ", part) if isinstance(part, str) else pads for part in parts]
+        ids = token_ids(f"<|im_start|>{''.join(texts)}<|im_end|><|im_start|>", ())
+        states = hidden_states(self.model, ids, visuals)
+        logits = self.model.lm_head(states[-1])
+        # a steep function, because the logits of a random model differ little
+        return [round(12.5 + 12.5 * torch.sin(20 * logit).item(), 3) for logit in logits[-2:]]
+
+    def __call__(self, request) -> str:
+        images = iter(request.images)
+        parts = [text or next(images) for text in request.layout]
+        return json.dumps({"reasoning": "as asked", "score": self.grades(parts)})
+
+
+def test_editscore_of_a_small_qwen_vl_is_the_published_formula():
+    """The judge's class, template and order of images count; batches do not."""
+    judge, instruction = SmallJudge(), "make it grey"
+    noise = np.random.default_rng(0).integers(0, 256, (4, 56, 56, 3), dtype=np.uint8)
+    images = [Image.fromarray(each) for each in noise]
+    pairs = [(images[0], images[1]), (images[1], images[0]), (images[2], images[3])]
+
+    def reference(source: Image.Image, edited: Image.Image) -> float:
+        question, alone = (
+            wordings.quote(f"editscore_{name}").replace("{prompt}", instruction)
+            for name in ("edit", "quality")
+        )
+        following = judge.grades(["<img1>: ", source, "<img2>: ", edited, question])
+        quality = judge.grades(["<img1>: ", edited, alone])
+        return math.sqrt(min(following) * min(quality)) / 2.5
+
+    expected = [reference(*pair) for pair in pairs]
+    assert np.std(expected) > 0.05
+    rows = [{"source": source} for source, _ in pairs]
+    edits = [edited for _, edited in pairs]
+    together, _, _ = ask(EditScore, judge, edits, [instruction] * 3, rows)
+    assert together == pytest.approx(expected, abs=1e-5)
+    for edited, row, value in zip(edits, rows, expected, strict=True):
+        assert ask(EditScore, judge, [edited], [instruction], [row])[0] == [pytest.approx(value)]
 
 
 def test_editscore_averages_its_passes():

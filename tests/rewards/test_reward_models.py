@@ -52,6 +52,14 @@ def test_a_model_with_several_labels_needs_a_label(tmp_path):
     assert score == pytest.approx(expected, abs=1e-6)
     with raises_user_error("label=''", "bad, fine, good"):
         RewardModel(model=folder)
+    with raises_user_error("several outputs", field="normalize"):
+        RewardModel(model=folder, label="good", normalize=True)
+
+
+@pytest.mark.parametrize("kind", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}])
+def test_scores_are_normalized_by_statistics_of_the_config_only(tmp_path, kind):
+    with raises_user_error("mean and std", field="normalize"):
+        RewardModel(model=str(small_reward_model.save(tmp_path, **kind)), normalize=True)
 
 
 def test_a_text_that_is_too_long_has_no_score_and_the_others_do(tmp_path):

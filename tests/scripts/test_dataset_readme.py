@@ -38,7 +38,9 @@ def test_sizes_and_columns_are_those_of_the_files(name, train, test, columns, co
     assert (ROOT / shlex.split(command)[0]).is_file()
 
 
-@pytest.mark.parametrize("name", ["ocr", "ocr_full", "scenes"])  # tests of the others draw images
+@pytest.mark.parametrize(
+    "name", ["ocr", "ocr_full", "scenes", "sign_requests"]
+)  # tests of the others draw images
 def test_the_command_writes_the_same_files(name, tmp_path):
     [command] = [row[-1] for row in ROWS if row[0] == name]
     script, *arguments = shlex.split(command.replace("new/", f"{tmp_path}/"))

@@ -41,6 +41,10 @@ class Misbehaving(CropEnvironment):
     """
 
     def __init__(self, trouble, mark, log):
+        if trouble == "replaced":
+            self.fallback_observation = "too long"
+        elif trouble == "allows long steps":
+            self.longest_step = 60.0
         self.trouble, self.mark, self.log = trouble, mark, Path(log)
 
     def reset(self, row):
@@ -60,6 +64,7 @@ class Misbehaving(CropEnvironment):
             "large image": lambda: (("", [Image.new("RGB", (6000, 6000))]), 0.0, False),
             "narrow image": lambda: (("", [Image.new("RGB", (9000, 10))]), 0.0, False),
             "many tokens": lambda: ("x" * 99, 0.0, False),
+            "replaced": lambda: ("x" * 99, 0.0, self.turn == 2),
             "no reward": lambda: ("", None, False),
             "nothing": lambda: None,
         }[self.trouble]()

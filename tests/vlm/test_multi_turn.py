@@ -226,6 +226,7 @@ FAILURES = {
     "many tokens": "sample.max_observation_tokens=60",
     "no reward": "the reward None",
     "nothing": "step() returned None",
+    "replaced": "",
 }
 
 
@@ -245,11 +246,23 @@ def test_an_environment_error_ends_only_its_episode(questions, tmp_path, trouble
         assert (len(sample.episode.responses), sample.episode.reward) == (2, 1.0)
         assert sample.episode.failure == ""
     bad = samples[1]
+    if trouble == "replaced":  # the model cannot end its episode by a call with a long result
+        assert bad.episode.observations == ["too long"]
+        assert (len(bad.episode.responses), bad.episode.failure) == (2, "")
+        return
     assert FAILURES[trouble] in bad.episode.failure
     assert "\n" not in bad.episode.failure
     assert len(bad.episode.responses) == 1
     if trouble in ("hangs", "dies"):  # episodes of the lost process were replayed
         assert sorted((tmp_path / "log").read_text().split()).count("1") > 2
+
+
+def test_steps_may_not_last_longer_than_the_timeout_of_the_environment(questions, tmp_path):
+    options = {"trouble": "allows long steps", "mark": "", "log": str(tmp_path / "log")}
+    environments = EnvironmentPool(f"{ENVIRONMENTS}:Misbehaving", options, 60, workers=1)
+    with raises_user_error("environment_timeout=60 must be above 60", field="environment"):
+        environments.smoke_test(questions[0])
+    environments.close()
 
 
 class Text(str):

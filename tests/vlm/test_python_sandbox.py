@@ -67,7 +67,7 @@ def test_the_model_sees_what_its_code_prints(sandbox):
 def test_calls_do_not_share_files(sandbox):
     assert observe(sandbox, "open('notes', 'w').write('x'); print('ok')") == "ok"
     assert observe(sandbox, "import os; print(os.listdir(), dict(os.environ))") == (
-        "['main.py'] {'LC_CTYPE': 'C.UTF-8'}"
+        "['main.py'] {'PYTHONHASHSEED': '0', 'LC_CTYPE': 'C.UTF-8'}"
     )
 
 
@@ -118,6 +118,11 @@ HOSTILE = {
     ),
     "traces others": (MEMORY + "print(libc.ptrace(16, 2, 0, 0), ctypes.get_errno())", "-1 1"),
     "shared memory": (MEMORY + "print(libc.shmget(0, 2**30, 0o1600), ctypes.get_errno())", "-1 1"),
+    "memory in pipes": (MEMORY + "print(libc.vmsplice(1, None, 0, 0), ctypes.get_errno())", "-1 1"),
+    "signals to others": (
+        MEMORY + "print(libc.tgkill(99, 99, 9), ctypes.get_errno())\nlibc.abort()",
+        "-1 1",
+    ),
     "limits": (
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
         "ValueError",
@@ -153,7 +158,9 @@ def test_hostile_code_ends_within_its_limits(sandbox, attack):
 
 @pytest.mark.parametrize("attack", ENDLESS)
 def test_endless_code_is_killed(hurried, attack):
-    assert "the code took more than 1 s" in observe(hurried, ENDLESS[attack])
+    shown = observe(hurried, f"print('partial result')\n{ENDLESS[attack]}")
+    assert "the code took more than 1 s" in shown
+    assert "partial result" in shown
 
 
 def test_code_is_killed_at_its_limit_of_cpu_time():
@@ -188,7 +195,8 @@ def test_hostile_code_finds_no_copy_of_the_answer(sandbox):
         "found = [x for x in gc.get_objects() if isinstance(x, dict) and 'answer' in x]\n"
         "print(found, sys.argv, sys.orig_argv[1:])"
     )
-    assert observe(sandbox, code) == "[] ['main.py'] ['-I', '-B', '-X', 'utf8', 'main.py']"
+    flags = ["-P", "-s", "-u", "-B", "-X", "utf8", "main.py"]
+    assert observe(sandbox, code) == f"[] ['main.py'] {flags}"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +204,8 @@ def test_hostile_code_finds_no_copy_of_the_answer(sandbox):
     [
         ("<tool_call>{</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 50_000 + "</tool_call>", "not valid JSON"),
+        ("a <tool_call>?</think>" + call("print('</tool_call>')"), ">\n</tool_call>\n<"),
+        (call("1\n2").replace("\\n", "\n"), "(no output)"),
         ("<tool_call>{}", "does not end with </tool_call>"),
         ("<tool_call>" + "x" * 10**6 + "</tool_call>", "more than 100,000 characters"),
         ("<tool_call>[]</tool_call>", 'the name "python"'),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_vlm
 import torch
@@ -65,16 +66,18 @@ def test_an_exported_lora_has_the_logged_scores(lora_run, tmp_path):
     [file] = lora_run.folder.glob("samples/eval-00006/samples.jsonl")
     rows = list(map(json.loads, file.read_text("utf-8").splitlines()))
     images = {pair.text: [read_image(each) for each in pair.images] for pair in lora_run.test_pairs}
-    reward = build_reward(
-        {"reward_model": 1.0}, options={"reward_model": {"model": str(tmp_path / "merged")}}
-    )
+    options = {"model": str(tmp_path / "merged"), "normalize": True}
+    reward = build_reward({"reward_model": 1.0}, options={"reward_model": options})
     scores = reward(
         [row["answer"] for row in rows],
         [row["prompt"] for row in rows],
         [{"source": images[row["prompt"]]} for row in rows],
     )
     close_scorers(reward)
-    assert scores["avg"].tolist() == pytest.approx([row["avg"] for row in rows], abs=1e-4)
+    logged = np.array([row["avg"] for row in rows])  # of all test pairs
+    assert len(logged) == 2 * len(lora_run.test_pairs)
+    expected = (logged - logged.mean()) / logged.std()
+    assert scores["avg"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(train):

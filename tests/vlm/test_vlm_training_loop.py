@@ -683,6 +683,8 @@ def test_a_separate_critic_is_trained_alone_in_its_warmup_and_resumed(run):
     assert not [name for name in warm if "lm_head" in name or "visual" in name]
     assert all(not torch.equal(weight, warm[name]) for name, weight in trained.items())
     assert vlm_runs.read_metrics(session)[1]["train/lr"] == 0
+    moments = torch.load(session.folder / "checkpoints/checkpoint-2/state/optimizer.bin")["state"]
+    assert len(moments) == sum(name.startswith("value.") for name in warm)
     checkpoint = str(session.folder / "checkpoints/checkpoint-2")  # after the warm-up
     resumed = run(num_epochs=2, **{**fields, "run_name": "resumed"}, resume=checkpoint)
     for name, weight in saved_weights(resumed, 4).items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.image_processing_base import ImageProcessingMixin
 
 from flow_grpo.audio import Audio
+from flow_grpo.data.videos import is_video_source, read_source_video
 from flow_grpo.diffusion.models.dtypes import freeze, vae_dtype
 from flow_grpo.diffusion.models.experts import Experts, check_expert_folders, iter_experts
 from flow_grpo.diffusion.models.inputs import (
@@ -36,7 +37,7 @@ from flow_grpo.diffusion.models.inputs import (
 )
 from flow_grpo.diffusion.models.lora_files import attach_lora, load_full_weights, lora_mixin
 from flow_grpo.diffusion.models.prompt_cache import Embedding, PromptCache, encoder_identity
-from flow_grpo.images import ImageSource, resize_and_crop
+from flow_grpo.images import ImageSource, fit_image, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
@@ -354,7 +355,8 @@ class ModelAdapter(ABC):
                 # One at a time: the last bits of an embedding depend on the batch size, and must
                 # not depend on which batch contained the prompt first.
                 for name, (text, images) in missing.items():
-                    encoded = self.encode_single(text, *map(self.load_source_image, images))
+                    loaded = [frame for each in images for frame in self.load_source_frames(each)]
+                    encoded = self.encode_single(text, *loaded)
                     known[name] = self._cache.add(name, encoded)
         return known
 
@@ -363,6 +365,13 @@ class ModelAdapter(ABC):
         if self.source_size is None:
             raise ValueError("source_size=None: pass load_adapter(..., source_size=Size(H, W))")
         return resize_and_crop(image, self.source_size.width, self.source_size.height)
+
+    def load_source_frames(self, source: ImageSource) -> list[Image.Image]:
+        """Load a source image, or all frames of a source video, in the size the model takes."""
+        if not is_video_source(source):
+            return [self.load_source_image(source)]
+        height, width, frames = self.source_size
+        return [fit_image(frame, width, height) for frame in read_source_video(source, frames)]
 
     @contextmanager
     def source_images_at(self, size: Size) -> Iterator[None]:

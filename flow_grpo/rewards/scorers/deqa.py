@@ -1,11 +1,12 @@
-"""DeQA-Score (arXiv 2501.11561): image quality regardless of the prompt, from 0.2 to 1.
+"""DeQA-Score (arXiv 2501.11561) and Q-Align (arXiv 2312.17090): image quality, from 0.2 to 1.
 
-The model's remote code needs transformers 4.36: run it on a reward server with a separate
+The remote code of both needs transformers 4.36: run it on a reward server with a separate
 environment.
 """
 
 from dataclasses import dataclass
 
+import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.frozen_model import SCORE, ModelScorer, Values
 from flow_grpo.rewards.loading import explain_load_errors
+from flow_grpo.rewards.option_checks import check_choice
 
+TASKS = ("quality", "aesthetics")  # of Q-Align, which are words of its prompt
 MAX_GRADE = 5  # of the scale from 1 that the human raters used
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
@@ -31,6 +34,7 @@ class DeQA(ModelScorer):
     dtype: str = "float16"  # the only one that its remote code supports
     trust_remote_code: bool = False
     revision: str = "main"  # a commit, to pin the code that was reviewed
+    kind = "DeQA-Score"
 
     def load(self) -> nn.Module:
         """Load the model, which executes code of its repository, if `trust_remote_code` is set.
@@ -46,7 +50,7 @@ class DeQA(ModelScorer):
                 hint="review that code, then set trust_remote_code=True and revision=COMMIT to pin "
                 "it",
             )
-        with explain_load_errors("model", self.model, "DeQA-Score"):
+        with explain_load_errors("model", self.model, self.kind):
             network = AutoModelForCausalLM.from_pretrained(
                 self.model,
                 revision=self.revision,
@@ -56,13 +60,36 @@ class DeQA(ModelScorer):
             )
         if not hasattr(network, "score"):
             raise UserError(
-                f"is a {type(network).__name__} without the method `score` of DeQA-Score",
+                f"is a {type(network).__name__} without the method `score` of {self.kind}",
                 field="model",
                 value=self.model,
-                hint="use DeQA-Score or a copy of it",
+                hint=f"use {self.kind} or a copy of it",
             )
         return network
 
     def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
-        raw = self.network.score(images).float()
+        raw = self.grade(images).float()
         return {SCORE: raw / MAX_GRADE, "raw": raw}
+
+    def grade(self, images: list[Image.Image]) -> torch.Tensor:
+        """Return grades (N,) from 1 to 5."""
+        return self.network.score(images)
+
+
+@dataclass(kw_only=True, eq=False)
+class QAlign(DeQA):
+    """Q-Align's quality or aesthetics of an image, from 1 to 5, divided by 5.
+
+    `score` is defined in Q-Future/Q-Align 14dfdff: q_align/model/modeling_mplug_owl2.py:268.
+    """
+
+    model: str = "q-future/one-align"
+    task: str = TASKS[0]
+    kind = "Q-Align"
+
+    def load(self) -> nn.Module:
+        check_choice("task", self.task, TASKS)
+        return super().load()
+
+    def grade(self, images: list[Image.Image]) -> torch.Tensor:
+        return self.network.score(images, task_=self.task, input_="image")

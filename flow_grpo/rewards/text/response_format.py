@@ -14,6 +14,12 @@ def extract_final_answer(text: str) -> str | None:
     return None if found is None else found.strip()
 
 
+def extract_prompt(response: str) -> str:
+    """Return the prompt in a response: its final answer, or all text after its reasoning."""
+    final = extract_final_answer(response)
+    return response.rpartition("</think>")[2].strip() if final is None else final
+
+
 def _extract_tagged(text: str) -> str | None:
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, end) if end >= 0 else -1

@@ -1,5 +1,6 @@
 """Reward models: sequence classifiers of transformers that score a question and its response."""
 
+import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput, image
 from flow_grpo.rewards.text.scorers import check_responses
 
 KIND = "a sequence-classification model"
+STATISTICS = ("mean", "std")  # fields of the config with those of the scores of test pairs
 PADDING_VALUES = {"attention_mask": 0, "token_type_ids": 0}  # other inputs get the pad token
 # imported for models with a vision encoder only: their image processing is in a layer above this
 FIND_VISION_CLASSIFIER = "flow_grpo.vlm.reward_models.scorer:find_vision_classifier"
@@ -60,6 +62,8 @@ class RewardModel(FrozenModel, Scorer):
         model: Model directory or hub id.
         label: Name of the label of a model with several.
         max_length: Maximum number of tokens, beyond which there is no score; 0 for the model's.
+        normalize: Subtract `mean` from the scores and divide them by `std`, both of the model's
+            config, as `normalize_reward` of OpenRLHF and LMM-R1 does.
     """
 
     kind = "answer"
@@ -67,6 +71,7 @@ class RewardModel(FrozenModel, Scorer):
     model: str = ""
     label: str = ""
     max_length: int = 0
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -85,6 +90,9 @@ class RewardModel(FrozenModel, Scorer):
         self._classifier: Classifier = build(config, self.model, self.torch_dtype)
         self.reads_images = self._classifier.takes_images
         self._label_index = self._find_label(self._classifier.config)
+        self._mean, self._std = 0.0, 1.0
+        if self.normalize:
+            self._mean, self._std = self._find_statistics(self._classifier.config)
         longest = self._classifier.limit
         if not 0 <= self.max_length <= longest:
             raise UserError(
@@ -126,6 +134,9 @@ class RewardModel(FrozenModel, Scorer):
     def _find_label(self, config: Any) -> int | None:
         """Return the index of `label` in the logits, or None if there is a single logit."""
         names = [config.id2label[i] for i in range(config.num_labels)]
+        if len(names) > 1 and self.normalize:
+            rule = f"has no effect: {self.model} has several outputs"
+            raise UserError(rule, field="normalize", value=True, hint="leave it out")
         if len(names) == 1:
             if self.label:
                 rule = f"has no effect: {self.model} has a single output"
@@ -134,12 +145,26 @@ class RewardModel(FrozenModel, Scorer):
         check_choice("label", self.label, names)
         return names.index(self.label)
 
+    def _find_statistics(self, config: Any) -> tuple[float, float]:
+        """Return mean and standard deviation of the scores of the test pairs of its training."""
+        found = [getattr(config, name, None) for name in STATISTICS]
+        numbers = [n for n in found if isinstance(n, int | float) and math.isfinite(n)]
+        if len(numbers) < len(STATISTICS) or numbers[1] <= 0:
+            raise UserError(
+                f"needs finite mean and std > 0 in the config of {self.model}, which has {found}",
+                field="normalize",
+                value=True,
+                hint="train the reward model with test pairs, or leave it out",
+            )
+        mean, std = map(float, numbers)
+        return mean, std
+
     @torch.inference_mode()
     def _score(self, batch: list[Any]) -> Tensor:
         """Return the scores of encoded texts, shape (N,)."""
         logits = self._classifier.logits(batch, self.device).float()  # (N, labels)
         if self._label_index is None:
-            return logits[:, 0]
+            return (logits[:, 0] - self._mean) / self._std
         return logits.softmax(-1)[:, self._label_index]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.vlm.environment import MAX_OBSERVATION_PIXELS
 from flow_grpo.vlm.environments.tool_calls import (
     ToolEnvironment,
     ToolError,
@@ -38,7 +39,7 @@ class ImageZoom(ToolEnvironment):
 
     def __init__(self, units: str = "pixels", size: int = 0, error_reward: float = 0.0) -> None:
         super().__init__(error_reward)
-        if units not in UNITS:
+        if not isinstance(units, str) or units not in UNITS:
             raise UserError(
                 f"must be one of {', '.join(UNITS)}",
                 field="environment_options.units",
@@ -60,7 +61,10 @@ class ImageZoom(ToolEnvironment):
         if type(number) is not int or not 1 <= number <= len(self.images):
             raise ToolError(f'"image" must be a number from 1 to {len(self.images)}')
         image = self.images[number - 1]
-        crop = image.crop(pixel_box(arguments.get("box"), image.size, self.far_edge))
+        left, top, right, bottom = pixel_box(arguments.get("box"), image.size, self.far_edge)
+        if not self.size and (right - left) * (bottom - top) > MAX_OBSERVATION_PIXELS:
+            raise ToolError(f"the box has more than {MAX_OBSERVATION_PIXELS:,} pixels")
+        crop = image.crop((left, top, right, bottom))
         if self.size:
             scale = self.size / max(crop.size)
             crop = crop.resize([max(1, round(side * scale)) for side in crop.size])

@@ -111,10 +111,10 @@ class Bm25Index:
     def scores(self, query: str) -> np.ndarray:
         """Return the score of each document, (N,)."""
         scores = np.zeros(len(self.documents))
-        for term in split_terms(query):
+        for term, count in Counter(split_terms(query)).items():
             if term in self.postings:
                 index, weights = self.postings[term]
-                scores[index] += weights
+                scores[index] += count * weights
         return scores
 
     def search(self, query: str, most: int) -> list[Document]:

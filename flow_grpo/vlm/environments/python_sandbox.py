@@ -37,7 +37,7 @@ MEBIBYTE = 2**20
 PROBE = "print('ready')"
 ENDINGS = {
     "timeout": "the code took more than {timeout:g} s",
-    "signal 9": "the code was killed, because it took more than {timeout:g} s of CPU time",
+    "signal 9": "the code was killed, because its threads took more than {timeout:g} s of CPU time",
     "output": "the code was stopped, because it printed too much",
 }
 
@@ -73,6 +73,7 @@ class PythonSandbox(ToolEnvironment):
         self.memory = int(check_option("memory_mb", memory_mb, 64, 2**20)) * MEBIBYTE
         self.max_characters = int(check_option("max_characters", max_characters, 50, 10**5))
         self.namespaces = check_isolation(bool(allow_weak_isolation))
+        self.longest_step = self.timeout + 2 * STARTUP_SECONDS
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Run the code; a failure becomes an error with the output so far."""
@@ -113,7 +114,7 @@ def run_isolated(code: str, *, timeout: float, memory: int, namespaces: bool) ->
             "folders": [os.path.join(os.path.realpath(sys.base_prefix), "lib")],
             "length": len(content),
             "timeout": timeout,
-            "cpu_seconds": math.ceil(timeout),
+            "cpu_seconds": math.ceil(timeout) + 1,  # more than `timeout` with several threads only
             "memory": memory,
             "namespaces": namespaces,
         }

@@ -7,9 +7,9 @@ this package. The protections, from the outside to the inside:
    with the interpreter and its libraries, mounted read-only, three devices and an empty working
    directory. There is no /proc, no home directory, and no process but the code's own.
 2. Resource limits: CPU time, address space, size of files, open files, threads, core dumps.
-3. A seccomp filter, which rejects new processes, sockets, signals to others, tracing, shared memory
-   that resource limits do not count, and the system calls of namespaces and mounts (a reduced
-   attack surface of the kernel).
+3. A seccomp filter, which rejects new processes, sockets, signals to others, tracing, memory that
+   resource limits do not count (shared, or pinned in pipes), and the system calls of namespaces and
+   mounts (a reduced attack surface of the kernel).
 
 `no_new_privs` is set, and no capability survives the start of the interpreter (see capabilities(7):
 a process with a nonzero user id loses them on execve).
@@ -50,6 +50,7 @@ X32_BIT = 0x40000000  # marks the system calls of another ABI of x86_64
 MOUNT_SETATTR = 442
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
+TGKILL = {"x86_64": 234, "aarch64": 131}
 # Rejected system calls with their numbers (asm/unistd_64.h, asm-generic/unistd.h)
 DENIED = {
     "x86_64": {
@@ -59,7 +60,8 @@ DENIED = {
         "semget": 64, "mq_open": 240, "memfd_create": 319, "unshare": 272, "setns": 308,
         "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "keyctl": 250,
         "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298,
-        "userfaultfd": 323, "open_by_handle_at": 304,
+        "userfaultfd": 323, "open_by_handle_at": 304, "splice": 275, "tee": 276, "vmsplice": 278,
+        "io_setup": 206,
     },
     "aarch64": {
         "kill": 129, "tkill": 130, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
@@ -68,6 +70,7 @@ DENIED = {
         "memfd_create": 279, "unshare": 97, "setns": 268, "mount": 40, "umount2": 39,
         "pivot_root": 41, "chroot": 51, "keyctl": 219, "add_key": 217, "request_key": 218,
         "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "open_by_handle_at": 265,
+        "splice": 76, "tee": 77, "vmsplice": 75, "io_setup": 0,
     },
 }  # fmt: skip
 DENIED_EVERYWHERE = {
@@ -237,11 +240,16 @@ def set_limits(cpu_seconds: int, memory: int) -> None:
         resource.setrlimit(name, (value, value))
 
 
-def seccomp_filter(machine: str) -> bytes:
+def seccomp_filter(machine: str, process: int) -> bytes:
     """Return the filter as a program of classic BPF (linux/filter.h, linux/seccomp.h).
 
     `clone` is allowed for threads only; `clone3`, whose flags a filter cannot read, pretends to be
-    missing, so that the C library uses `clone` instead.
+    missing, so that the C library uses `clone` instead. `tgkill`, which `abort` uses, is allowed
+    for the process itself.
+
+    Args:
+        machine: Architecture, a key of `AUDIT_ARCH`.
+        process: Id of the process, in its own PID namespace.
     """
     load, equal, above, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
     number, arch, first_argument = 0, 4, 16  # offsets in struct seccomp_data
@@ -258,6 +266,11 @@ def seccomp_filter(machine: str) -> bytes:
     for denied in (*DENIED[machine].values(), *DENIED_EVERYWHERE.values()):
         program += [(equal, 0, 1, denied), (give, 0, 0, ERRNO | EPERM)]
     program += [
+        (equal, 0, 4, TGKILL[machine]),
+        (load, 0, 0, first_argument),
+        (equal, 1, 0, process),
+        (give, 0, 0, ERRNO | EPERM),
+        (give, 0, 0, ALLOW),
         (equal, 0, 3, CLONE[machine]),
         (load, 0, 0, first_argument),
         (bits, 1, 0, CLONE_THREAD),
@@ -270,7 +283,7 @@ def seccomp_filter(machine: str) -> bytes:
 def install_filter() -> None:
     """Install the seccomp filter in this process."""
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    code = ctypes.create_string_buffer(program := seccomp_filter(platform.machine()))
+    code = ctypes.create_string_buffer(program := seccomp_filter(platform.machine(), os.getpid()))
     description = ctypes.create_string_buffer(
         struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     )
@@ -290,7 +303,9 @@ def run_code(settings: dict, code: bytes, work: str, *, becomes_nobody: bool) ->
     os.dup2(null, 0)
     set_limits(settings["cpu_seconds"], settings["memory"])
     install_filter()
-    os.execve(settings["python"], [settings["python"], "-I", "-B", "-X", "utf8", CODE_FILE], {})
+    # unbuffered, because the output before a timeout counts; the order of sets is reproducible
+    flags = ["-P", "-s", "-u", "-B", "-X", "utf8"]
+    os.execve(settings["python"], [settings["python"], *flags, CODE_FILE], {"PYTHONHASHSEED": "0"})
 
 
 def wait(process: int, deadline: float) -> str:

@@ -23,7 +23,7 @@ from PIL import Image
 from flow_grpo.data.chats import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from flow_grpo.errors import UserError, first_line
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+OPENING, CLOSING, END_OF_THOUGHT = "<tool_call>", "</tool_call>", "</think>"
 RESPONSE_OPENING, RESPONSE_CLOSING = "<tool_response>\n", "\n</tool_response>"
 MAX_CALL_CHARACTERS = 100_000
 
@@ -40,20 +40,20 @@ def parse_tool_call(response: str, name: str) -> dict[str, Any] | None:
     Raises:
         ToolError: If the call is malformed, too long, or names another tool.
     """
-    if OPENING not in response:
+    start = response.find(OPENING, max(response.rfind(END_OF_THOUGHT), 0))
+    if start < 0:
         return None
-    _, *calls = response.split(OPENING)
-    if len(calls) > 1:
-        raise ToolError("call the tool once per turn")
-    text, closing, _ = calls[0].partition(CLOSING)
-    if not closing:
-        raise ToolError(f"the call does not end with {CLOSING}")
+    text = response[start + len(OPENING) :].lstrip()
     if len(text) > MAX_CALL_CHARACTERS:
         raise ToolError(f"the call has more than {MAX_CALL_CHARACTERS:,} characters")
     try:
-        call = json.loads(text)
+        call, end = json.JSONDecoder(strict=False).raw_decode(text)  # with line breaks in strings
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the call is not valid JSON ({first_line(error)})") from error
+    if OPENING in text[end:]:
+        raise ToolError("call the tool once per turn")
+    if not text[end:].lstrip().startswith(CLOSING):
+        raise ToolError(f"the call does not end with {CLOSING}")
     if not isinstance(call, dict) or call.get("name") != name:
         raise ToolError(f'the call must be a JSON object with the name "{name}"')
     arguments = call.get("arguments", {})
@@ -84,11 +84,18 @@ def shorten(text: str, most: int) -> str:
 class ToolEnvironment:
     """Environment with one tool; subclasses set `name` and implement `call`.
 
+    A result that cannot be shown, because it has too many tokens or a special token, is replaced by
+    `fallback_observation`. It must not end the episode: a model could then avoid its reward.
+
     Args:
         error_reward: Reward of a turn whose call fails, for example -0.1.
     """
 
     name: str
+    fallback_observation = (
+        f"{RESPONSE_OPENING}Error: the result is too long or has characters that cannot be shown"
+        f"{RESPONSE_CLOSING}"
+    )
 
     def __init__(self, error_reward: float = 0.0) -> None:
         self.error_reward = check_option("error_reward", error_reward, -1e6, 1e6)

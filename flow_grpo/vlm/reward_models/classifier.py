@@ -6,8 +6,10 @@ which has the name, config and weight names that such a class of transformers wo
 """
 
 import copy
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -18,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.text.reward_model import STATISTICS
 from flow_grpo.vlm.prompts import PromptEncoder
 
 SCORE_WEIGHT = "score.weight"  # (1, hidden size)
@@ -67,6 +70,25 @@ def build_classifier(
     weights = {name: w for name, w in weights.items() if not name.startswith(UNUSED_PREFIX)}
     classifier.load_state_dict(weights, assign=True)
     return classifier
+
+
+def set_statistics(config: PretrainedConfig, statistics: tuple[float, float] | None) -> None:
+    """Store mean and standard deviation of the scores of test pairs, if known, in a config.
+
+    OpenRLHF and LMM-R1 do so (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18).
+    """
+    if statistics is not None:
+        config.mean, config.std = statistics
+
+
+def read_statistics(file: Path) -> tuple[float, float] | None:
+    """Return the statistics that a file with a score head contains, or None."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata() or {}
+    if not {*STATISTICS} <= metadata.keys():
+        return None
+    mean, std = (float(metadata[name]) for name in STATISTICS)
+    return mean, std
 
 
 def find_pad_token(encoder: PromptEncoder) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flow_grpo.rewards.text.reward_model import STATISTICS
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.policy import VlmPolicy
@@ -14,6 +15,7 @@ from flow_grpo.vlm.reward_models.classifier import (
     SCORE_WEIGHT,
     build_classifier,
     score_head,
+    set_statistics,
 )
 
 
@@ -36,6 +38,8 @@ class RewardModelPolicy(VlmPolicy):
         if model.lm_head.weight is not model.get_input_embeddings().weight:
             model.lm_head.requires_grad_(False)  # a score does not depend on it
         self._pad_token_id = pad_token_id
+        # mean and standard deviation of the scores of the test pairs, once they are known
+        self.score_statistics: tuple[float, float] | None = None
 
     def scores(self, batch: PackedBatch) -> Tensor:
         """Return the scores of packed responses with gradients, (R,)."""
@@ -58,11 +62,14 @@ class RewardModelPolicy(VlmPolicy):
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         lora = {name: weight for name, weight in weights.items() if name != SCORE_WEIGHT}
         super()._write_lora(folder, lora)
-        head = {SCORE_WEIGHT: weights[SCORE_WEIGHT]}
-        save_file(head, folder / SCORE_FILE, metadata={"format": "pt"})
+        head, metadata = {SCORE_WEIGHT: weights[SCORE_WEIGHT]}, {"format": "pt"}
+        if self.score_statistics is not None:
+            metadata |= dict(zip(STATISTICS, map(repr, self.score_statistics), strict=True))
+        save_file(head, folder / SCORE_FILE, metadata=metadata)
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
         classifier = build_classifier(self.model.config, weights, self._pad_token_id)
+        set_statistics(classifier.config, self.score_statistics)
         with published_layout(classifier, weights):
             classifier.save_pretrained(folder / f"{prefix}model")
         for part in self._processors:

@@ -170,6 +170,9 @@ def run_evaluation(session: RewardModelSession, epoch: int) -> dict[str, float]:
     session.stop.check()
     columns = gather_scores(accelerator, np.array(rows), found)
     write_scored_pairs(session, epoch, columns)
+    scores = np.concatenate([columns["chosen_score"], columns["rejected_score"]])
+    if np.isfinite(scores).all():
+        session.policy.score_statistics = (float(scores.mean()), float(scores.std()))
     difference = columns["chosen_score"] - columns["rejected_score"]
     margin = np.array([pair.margin for pair in pairs])
     accurate = difference > 0

@@ -1,0 +1,124 @@
+"""Section `draw` of the config, and the names of the rewards that use it (drawn.py)."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flow_grpo.config.paths import resolve_path
+from flow_grpo.config.settings import check_settings, setting
+from flow_grpo.errors import UserError, did_you_mean
+from flow_grpo.rewards.registry import IMAGE_REWARDS
+
+PREFIX = "drawn:"
+SECTION = "draw"
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """Section `draw`: the diffusion model that draws responses for rewards named drawn:NAME."""
+
+    model: str = setting(
+        "",
+        "Text-to-image model that draws responses for the rewards drawn:NAME, such as drawn:ocr: "
+        "a diffusers pipeline, as directory or hub id. See docs/vlm/prompt_enhancer.md.",
+    )
+    lora: str = setting(
+        "",
+        "LoRA or run directory of scripts/train.py to load into draw.model; empty for none.",
+        requires="draw.model",
+    )
+    prompt_key: str = setting(
+        "",
+        "Column with the prompt that images are scored against; empty for the question itself.",
+    )
+    images: int = setting(
+        1,
+        "Images per response, each from its own noise; their scores are averaged.",
+        at_least=1,
+        at_most=256,
+    )
+    num_steps: int = setting(20, "Sampling steps of an image.", at_least=1, at_most=1000)
+    guidance_scale: float = setting(4.5, "Guidance scale; 1 or less for none.", at_least=0)
+    height: int = setting(512, "Height of the images in pixels.", at_least=8, at_most=2**14)
+    width: int = setting(512, "Width of the images in pixels.", at_least=8, at_most=2**14)
+    max_sequence_length: int = setting(
+        256, "Maximum tokens of a prompt.", at_least=1, at_most=2**14
+    )
+    batch_size: int = setting(16, "Images drawn at the same time.", at_least=1, at_most=2**14)
+    seed: int = setting(
+        0,
+        "Seed of the noise, with the question and the number of the image.",
+        at_least=0,
+        at_most=2**64 - 1,
+    )
+    dtype: str = setting(
+        "float32",
+        "Dtype of the diffusion model.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    device: str = setting(
+        "", 'Device of the diffusion model, such as "cuda:1"; empty for that of the run.'
+    )
+    offload: bool = setting(
+        False,
+        "Move the diffusion model to CPU memory while the language model trains; for a GPU that "
+        "both share.",
+    )
+
+
+def image_reward_of(name: str) -> str | None:
+    """Return the image reward that a reward `drawn:NAME` scores with; None for another reward."""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
+
+
+def drawn_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the rewards drawn:NAME among `names`, with their image rewards."""
+    return {name: inner for name in names if (inner := image_reward_of(name)) is not None}
+
+
+def check_drawn_names(names: Iterable[str], custom: Collection[str]) -> None:
+    """Reject rewards drawn:NAME where NAME is neither an image reward nor a custom reward."""
+    known = [*IMAGE_REWARDS, *custom]
+    for name, inner in drawn_names(names).items():
+        if inner not in known:
+            nearest = did_you_mean(inner, known).replace("did you mean ", f"did you mean {PREFIX}")
+            raise UserError(
+                f"needs an image reward after {PREFIX!r}, and {inner!r} is none",
+                field=f"reward {name!r}",
+                hint=nearest or f"use one of {', '.join(sorted(known))}",
+            )
+
+
+def draw_settings(name: str, draw: DrawSettings | None, options: Mapping[str, Any]) -> DrawSettings:
+    """Return the settings of a reward: the section `draw` with the reward's own options.
+
+    Raises:
+        UserError: For an unknown option, an invalid value or a missing model.
+    """
+    draw = draw or DrawSettings()
+    known = [each.name for each in fields(DrawSettings)]
+    if unknown := [option for option in options if option not in known]:
+        raise UserError(
+            f"is unknown; {PREFIX}NAME takes the settings of the section {SECTION}",
+            field=f"reward_options.{name}.{unknown[0]}",
+            hint=did_you_mean(unknown[0], known)
+            or f"options of the image reward belong to reward_options.{image_reward_of(name)}",
+        )
+    for option, value in options.items():
+        kind = type(getattr(draw, option))
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise UserError(
+                f"must be of type {kind.__name__}",
+                field=f"reward_options.{name}.{option}",
+                value=value,
+            )
+    settings = replace(draw, **options)
+    settings = replace(settings, model=resolve_path(settings.model))
+    check_settings(SECTION, settings)
+    if not settings.model:
+        raise UserError(
+            f"is missing, and {name} draws with it",
+            field=f"{SECTION}.model",
+            hint="set it to a text-to-image model, e.g. --config.draw.model=assets/tiny-sd3",
+        )
+    return settings
