@@ -83,8 +83,8 @@ def cast_stochastic(
     unit = 1 << TRUNCATED_BITS[dtype]
     generator = generator or torch.Generator(x.device).manual_seed(0)
     noise = torch.randint(unit, x.shape, generator=generator, device=x.device, dtype=torch.int32)
-    rounded = (x.view(torch.int32) + noise) & -unit
-    return rounded.view(torch.float32).to(dtype)
+    rounded = ((x.view(torch.int32) + noise) & -unit).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)  # noise would turn a NaN into -0.0
 
 
 class FoldedLinear(lora.Linear):

@@ -1,5 +1,7 @@
 """Folded LoRA layers compute the same outputs and gradients; stochastic rounding is unbiased."""
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -112,3 +114,11 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased(dtype):
     torch.testing.assert_close(found.double().mean(0), x.double(), atol=step / 10, rtol=0)
     assert torch.equal(cast_stochastic(found.float(), dtype), found)  # exact values are kept
     assert torch.equal(cast_stochastic(x, dtype), cast_stochastic(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_keeps_nonfinite_values(dtype):
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -0x800000], dtype=torch.int32)
+    found = cast_stochastic(bits.view(torch.float32).repeat(50, 1), dtype).float()
+    assert found[:, :3].isnan().all()
+    assert torch.equal(found[:, 3:], torch.tensor([math.inf, -math.inf]).expand(50, 2))
