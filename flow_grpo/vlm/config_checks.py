@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 
-from flow_grpo.config.paths import resolve_settings_paths
+from flow_grpo.config.paths import resolve_path, resolve_settings_paths
 from flow_grpo.config.settings import check_conditions, get_setting
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
@@ -188,7 +188,7 @@ def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default learning rate of the value head, which only GAE has; check its warm-up."""
+    """Set the defaults of the critic, which only GAE has; check its warm-up."""
     train = settings.train
     if train.advantage != GAE:
         return settings
@@ -200,7 +200,8 @@ def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
             hint="lower it",
         )
     rate = train.critic_learning_rate or CRITIC_LEARNING_RATE
-    return replace(settings, train=replace(train, critic_learning_rate=rate))
+    model = resolve_path(train.critic_model)
+    return replace(settings, train=replace(train, critic_learning_rate=rate, critic_model=model))
 
 
 def _check_filter(settings: VlmConfig) -> None:

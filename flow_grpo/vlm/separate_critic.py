@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flow_grpo.errors import UserError
 from flow_grpo.modelscope_hub import local_model
+from flow_grpo.rewards.loading import explain_load_errors
 from flow_grpo.training.policy import upcast_parameters
 from flow_grpo.vlm.models import find_family
 from flow_grpo.vlm.network import PolicyModel, build_value_head
@@ -89,6 +90,36 @@ def check_critic_model(policy: str, critic: str, revision: str = "main") -> None
                 value=critic,
                 hint="use a model of the same family",
             )
+    _check_vocabulary(policy, critic, revision)
+
+
+def _check_vocabulary(policy: str, critic: str, revision: str) -> None:
+    """Raise a UserError unless the tokens of the policy have the same ids in the critic.
+
+    The critic may have further special tokens, such as for padding, but not further tokens of
+    text, which it would expect there.
+    """
+    ours = _load_tokenizer(policy, revision, "pretrained.model").get_vocab()
+    tokenizer = _load_tokenizer(critic, "main", "train.critic_model")
+    theirs = tokenizer.get_vocab()
+    special = {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
+    known = theirs | ours
+    for token in sorted(known, key=known.get):
+        found, wanted = theirs.get(token), ours.get(token)
+        if found != wanted and not (wanted is None and token in special):
+            raise UserError(
+                f"has another vocabulary than pretrained.model={policy!r}: the id of {token!r} is "
+                f"{found} instead of {wanted}",
+                field="train.critic_model",
+                value=critic,
+                hint="use a model with the same tokenizer",
+            )
+
+
+def _load_tokenizer(source: str, revision: str, field: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model; errors name `field`."""
+    with explain_load_errors(field, source, "a model with a tokenizer"):
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def build_critic(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle
@@ -15,8 +16,10 @@ import torch
 import train_vlm
 import vlm_runs
 from malicious_files import rewrite_manifest
+from runner import ROOT
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from user_errors import raises_user_error
 
 from flow_grpo.perf.lora import lora_layers
@@ -35,6 +38,7 @@ from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout, RolloutEngine
+from flow_grpo.vlm.separate_critic import check_critic_model
 from flow_grpo.vlm.session import VlmSession, build_session
 
 
@@ -741,8 +745,26 @@ def test_a_critic_that_cannot_read_the_inputs_is_rejected_before_loading(run, tm
     shrunk = small_vlm.build()
     shrunk.resize_token_embeddings(50)
     shrunk.save_pretrained(tmp_path / "shrunk")
+    with raises_user_error("tokenizer", field="train.critic_model"):
+        run(**{**fields, "train.critic_model": str(tmp_path / "shrunk")})
+    small_vlm.build_tokenizer().save_pretrained(tmp_path / "shrunk")
     with raises_user_error("50 token embeddings", field="train.critic_model"):
         run(**{**fields, "train.critic_model": str(tmp_path / "shrunk")})
+
+
+def test_a_critic_with_another_vocabulary_is_rejected(tmp_path):
+    """Further special tokens, such as for padding, are fine."""
+    text, enhancer = (str(ROOT / "assets" / name) for name in ("tiny-text", "tiny-enhancer"))
+    for policy, critic in ((text, enhancer), (enhancer, text)):
+        with raises_user_error("vocabulary", "None", field="train.critic_model", value=critic):
+            check_critic_model(policy, critic)
+    shutil.copytree(text, tmp_path / "padded")
+    tokenizer = AutoTokenizer.from_pretrained(text)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "padded")
+    check_critic_model(text, str(tmp_path / "padded"))
+    with raises_user_error("'[PAD]'", field="train.critic_model", value=text):
+        check_critic_model(str(tmp_path / "padded"), text)
 
 
 def test_an_optimizer_checkpoint_with_one_parameter_group_is_split(caplog):
