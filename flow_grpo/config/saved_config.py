@@ -21,7 +21,8 @@ log = logging.getLogger("flow_grpo")
 CONFIG_FILE = "config.json"
 START_FILE = "start.json"  # working directories, commands and prompts of the run
 CODE_FIELDS = ("custom_rewards", "environment", *CUSTOM_CLASS_FIELDS)
-PATH_FIELDS = ("model", "head", "processor", "lora_path")  # also in reward_options
+# also in reward_options
+PATH_FIELDS = ("model", "head", "processor", "lora_path", "lora", "critic_model")
 LOCATION_FIELDS = ("resume", "run_name", "logdir")  # name the run directory
 
 

@@ -43,12 +43,16 @@ GOAL_FIELDS = (
     "reward_fn",
     "eval_reward_fn",
     "custom_rewards",
+    "draw.model",
+    "draw.lora",
+    "draw.prompt_key",
     *CUSTOM_CLASS_FIELDS,
     "environment",
     "environment_options",
 )
 # define the files of the saved state
-STATE_FIELDS = ("use_lora", "train.use_8bit_adam", "train.optimizer")
+STATE_FIELDS = ("use_lora", "train.use_8bit_adam", "train.optimizer", "train.critic")
+EARLIER_STATE = {LORA_TARGETS_FIELD: "", "train.critic": "head"}  # before there was a choice
 LORA_SHAPE_FIELDS = ("train.lora_rank", "train.lora_alpha", LORA_TARGETS_FIELD)
 
 
@@ -156,12 +160,14 @@ def _normalize_paths(value: Any) -> Any:
 def _reject_changed_state(checkpoint: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError if a setting that determines the shape of the saved state has changed."""
     fields = STATE_FIELDS
-    before = {LORA_TARGETS_FIELD: "", **before}  # earlier versions used the family's default
+    before = EARLIER_STATE | before
     # a loaded LoRA has its own rank and alpha, which are compared when the state is loaded
     if now["use_lora"] and not (before.get("train.lora_path") or now.get("train.lora_path")):
         fields += LORA_SHAPE_FIELDS
     for name in fields:
-        if name in before and _state_value(name, before) != _state_value(name, now):
+        if name not in before or name not in now:
+            continue
+        if _state_value(name, before) != _state_value(name, now):
             raise UserError(
                 f"must be {before[name]!r} to resume from {checkpoint}",
                 field=name,

@@ -1,13 +1,19 @@
 """Config fields of VLM runs: help texts, defaults and invalid values."""
 
+import json
+from pathlib import Path
+
 import pytest
 import small_vlm
 from ml_collections import ConfigDict
 from user_errors import raises_user_error
 
+from flow_grpo.config.paths import ROOT
+from flow_grpo.config.settings import to_json
 from flow_grpo.diffusion import fields as diffusion_fields
 from flow_grpo.diffusion.config_checks import check_config as check_diffusion_config
 from flow_grpo.diffusion.config_loading import load_run_config
+from flow_grpo.training.config_changes import check_same_goal, compare_configs
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.builders import load_checked_processors
 from flow_grpo.vlm.config_checks import check_config
@@ -93,3 +99,40 @@ def test_a_missing_model_directory_is_rejected_without_querying_the_hub(tmp_path
         str(tmp_path / "tiny"), field="pretrained.model", value=str(tmp_path / "tinny")
     ):
         check_config(config)
+
+
+def test_a_bundled_critic_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = fields.get_config()
+    config.train.update(advantage="gae", critic="separate", critic_model="assets/tiny-text")
+    assert check_config(config).train.critic_model == str(ROOT / "assets/tiny-text")
+
+
+def test_a_changed_critic_is_rejected_by_name(tmp_path):
+    """Also if the run is from a version that had only the head."""
+    config = fields.get_config()
+    config.train.update(advantage="gae")
+    saved = to_json(check_config(config))
+    config.train.critic = "separate"
+    now, run = to_json(check_config(config)), tmp_path / "config.json"
+    for drop in (False, True):
+        if drop:
+            del saved["train"]["critic"]
+        run.write_text(json.dumps(saved), encoding="utf-8")
+        with raises_user_error("'head'", field="train.critic", value="separate"):
+            compare_configs(tmp_path, Path("checkpoint"), now, same_run=True)
+    config.train.critic = "head"
+    compare_configs(tmp_path, Path("checkpoint"), to_json(check_config(config)), same_run=True)
+
+
+@pytest.mark.parametrize("name", ["model", "lora", "prompt_key"])
+def test_another_drawing_is_another_goal(tmp_path, name):
+    config = fields.get_config()
+    config.logdir, config.run_name, config.resume = str(tmp_path), "run", "auto"
+    (tmp_path / "run").mkdir()
+    saved = to_json(config)
+    (tmp_path / "run/config.json").write_text(json.dumps(saved), encoding="utf-8")
+    check_same_goal(saved)
+    saved["draw"][name] = "other"
+    with raises_user_error(f"draw.{name}='other'", "--config.resume_changed=True"):
+        check_same_goal(saved)
