@@ -45,7 +45,8 @@ CHECKPOINT_PREFIX = "checkpoint-"
 STATE_DIR = "state"  # what only a resumed run needs
 MANIFEST_FILE = "files.json"  # size and SHA-256 of every other file of the checkpoint
 PROGRESS_FILE = f"{STATE_DIR}/progress.json"
-WEIGHT_FOLDERS = ("lora", "transformer", "model")  # averaged weights have the prefix "ema_"
+WEIGHT_FOLDERS = ("lora", "transformer", "model")
+EMA_PREFIX = "ema_"  # of the directories of averaged weights
 LATEST, BEST = "latest", "best"
 
 
@@ -194,7 +195,7 @@ def find_weights(folder: Path) -> Path:
     """
     damage = None
     for candidate in list_checkpoints(folder / "checkpoints")[::-1] or [folder]:
-        names = [prefix + name for name in WEIGHT_FOLDERS for prefix in ("ema_", "")]
+        names = [prefix + name for name in WEIGHT_FOLDERS for prefix in (EMA_PREFIX, "")]
         found = next((candidate / name for name in names if (candidate / name).is_dir()), candidate)
         damage = find_weight_damage(found)
         if damage is None and list(found.glob("*.safetensors")):

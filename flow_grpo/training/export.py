@@ -14,6 +14,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.hub_access import split_hub_id
 from flow_grpo.training.checkpoint import (
     CHECKPOINT_PREFIX,
+    EMA_PREFIX,
     WEIGHT_FOLDERS,
     find_weight_damage,
     find_weights,
@@ -43,7 +44,7 @@ class ExportSource:
         else:
             found = find_weights(checkpoint)
         weights = found.resolve()  # "best" and "latest" are links
-        plain = weights.with_name(weights.name.removeprefix("ema_"))
+        plain = weights.with_name(weights.name.removeprefix(EMA_PREFIX))
         if raw and plain != weights:
             if weights == checkpoint.resolve():
                 raise UserError(
@@ -69,7 +70,8 @@ class ExportSource:
     def is_ema(self) -> bool | None:
         """Whether these are averaged weights; None if the directory's name does not show it."""
         name = self.weights.name
-        return name.startswith("ema_") if name.removeprefix("ema_") in WEIGHT_FOLDERS else None
+        known = name.removeprefix(EMA_PREFIX) in WEIGHT_FOLDERS
+        return name.startswith(EMA_PREFIX) if known else None
 
     @property
     def step(self) -> int | None:

@@ -10,7 +10,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME
 
 from flow_grpo import atomic_io
 from flow_grpo.errors import UserError
-from flow_grpo.training.checkpoint import PROGRESS_FILE, STATE_DIR
+from flow_grpo.training.checkpoint import EMA_PREFIX, PROGRESS_FILE, STATE_DIR
 from flow_grpo.training.checkpoint_writer import finish_checkpoint, save_checkpoint
 from flow_grpo.training.distributed import needs_equal_passes
 from flow_grpo.training.finite import find_nonfinite
@@ -86,7 +86,7 @@ def copy_state(session: "BaseSession", folder: Path) -> Write:
     ]
     if session.ema is not None:
         average = session.ema.by_parameter()
-        parts.append(partial(policy.copy_exported, folder, prefix="ema_", replaced=average))
+        parts.append(partial(policy.copy_exported, folder, prefix=EMA_PREFIX, replaced=average))
     if main and not has_own_files:
         parts.append(partial(_copy_optimizer, session, state))
     if main:

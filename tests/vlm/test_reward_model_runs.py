@@ -17,6 +17,7 @@ from flow_grpo.images import read_image
 from flow_grpo.rewards import build_reward, close_scorers
 from flow_grpo.training.export import ExportSource
 from flow_grpo.vlm.export import export
+from flow_grpo.vlm.reward_models.classifier import SCORE_FILE, read_statistics
 from flow_grpo.vlm.reward_models.session import RewardModelSession
 
 FIELDS = {
@@ -94,6 +95,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train):
     assert "value.weight" in load_file(
         whole.folder / "checkpoints/latest/state/trained.safetensors"
     )
+
+
+def test_only_evaluated_weights_have_statistics(train):
+    """EMA weights before training, and after epochs 2 and 3."""
+    fields = {"use_lora": True, "train.ema": True, "eval_freq": 2, "save_freq": 1}
+    session = train(run_name="statistics", num_epochs=3, **fields)
+    metrics = vlm_runs.read_metrics(session)
+    assert "eval/avg" in metrics[0]
+    for epoch, row in enumerate(metrics[1:], 1):
+        folder = session.folder / f"checkpoints/checkpoint-{row['step']}"
+        assert read_statistics(folder / "lora" / SCORE_FILE) is None
+        found = read_statistics(folder / "ema_lora" / SCORE_FILE)
+        if epoch == 1:
+            assert found is None
+        else:
+            mean = (row["eval/chosen_score"] + row["eval/rejected_score"]) / 2
+            assert found[0] == pytest.approx(mean)
 
 
 def write_row(folder: Path, **changed: Any) -> str:

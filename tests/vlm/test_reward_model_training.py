@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import small_vlm
 import torch
@@ -13,14 +14,16 @@ from user_errors import raises_user_error
 
 from flow_grpo.data.responses import GivenResponse
 from flow_grpo.rewards.text.reward_model import RewardModel
+from flow_grpo.training.state_copies import StateCopies
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import get_config
 from flow_grpo.vlm.packing import Response, micro_batches, pack_responses
 from flow_grpo.vlm.prompts import PromptEncoder
-from flow_grpo.vlm.reward_models.classifier import classifier_class
+from flow_grpo.vlm.reward_models.classifier import SCORE_FILE, classifier_class, read_statistics
 from flow_grpo.vlm.reward_models.loss import bradley_terry_loss
 from flow_grpo.vlm.reward_models.pairs import as_responses
 from flow_grpo.vlm.reward_models.policy import RewardModelPolicy
+from flow_grpo.vlm.reward_models.training import score_statistics
 
 IMAGES = [small_vlm.random_image(seed, *size) for seed, size in enumerate([(32, 48), (16, 32)])]
 FILES = tuple(map(small_vlm.encode_image, IMAGES))
@@ -146,6 +149,35 @@ def test_the_forward_pass_of_transformers_has_the_same_scores(tmp_path):
             image_grid_thw=torch.cat([image["image_grid_thw"] for image in images]),
         ).logits
     torch.testing.assert_close(logits[:, 0], expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_statistics_are_those_of_the_written_weights(tmp_path):
+    """An update clears them, but not in a copy that is written later."""
+    policy, _ = build_policy()
+    policy.score_statistics = {"": (1.0, 2.0)}
+    writes = [policy.copy_exported(tmp_path, StateCopies(), prefix) for prefix in ("", "ema_")]
+    policy.on_weights_updated()
+    writes += [policy.copy_exported(tmp_path / "later", StateCopies())]
+    for write in writes:
+        write()
+    assert read_statistics(tmp_path / "lora" / SCORE_FILE) == (1, 2)
+    assert read_statistics(tmp_path / "ema_lora" / SCORE_FILE) is None
+    assert read_statistics(tmp_path / "later/lora" / SCORE_FILE) is None
+
+
+def test_a_model_without_an_evaluation_has_no_statistics(tmp_path):
+    """Not even those of the model that training started from."""
+    policy, _ = build_policy(use_lora=False)
+    policy.model.config.mean, policy.model.config.std = 1.0, 2.0
+    policy.score_statistics = {"": (3.0, 4.0)}
+    policy.save(tmp_path)
+    policy.save(tmp_path, "ema_")
+    config = json.loads((tmp_path / "model/config.json").read_text("utf-8"))
+    assert (config["mean"], config["std"]) == (3, 4)
+    with raises_user_error("evaluated", "[None, None]", field="normalize", value=True):
+        RewardModel(model=str(tmp_path / "ema_model"), normalize=True)
+    assert score_statistics(np.array([1.0, 3.0]), "ema_") == {"ema_": (2.0, 1.0)}
+    assert score_statistics(np.array([1.0, math.inf]), "") == {}
 
 
 def test_pairs_share_a_row_and_are_never_split():

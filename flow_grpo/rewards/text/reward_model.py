@@ -154,7 +154,7 @@ class RewardModel(FrozenModel, Scorer):
                 f"needs finite mean and std > 0 in the config of {self.model}, which has {found}",
                 field="normalize",
                 value=True,
-                hint="train the reward model with test pairs, or leave it out",
+                hint="use weights that were evaluated on test pairs in training, or leave it out",
             )
         mean, std = map(float, numbers)
         return mean, std

@@ -75,8 +75,12 @@ def build_classifier(
 def set_statistics(config: PretrainedConfig, statistics: tuple[float, float] | None) -> None:
     """Store mean and standard deviation of the scores of test pairs, if known, in a config.
 
-    OpenRLHF and LMM-R1 do so (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18).
+    OpenRLHF and LMM-R1 do so (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18). Those of
+    the model that training started from are removed.
     """
+    for name in STATISTICS:
+        if hasattr(config, name):
+            delattr(config, name)
     if statistics is not None:
         config.mean, config.std = statistics
 

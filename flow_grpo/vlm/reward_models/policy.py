@@ -1,12 +1,15 @@
 """Reward model in training: a language or vision-language model with a score head."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.rewards.text.reward_model import STATISTICS
+from flow_grpo.training.state_copies import StateCopies, Write
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.policy import VlmPolicy
@@ -38,8 +41,9 @@ class RewardModelPolicy(VlmPolicy):
         if model.lm_head.weight is not model.get_input_embeddings().weight:
             model.lm_head.requires_grad_(False)  # a score does not depend on it
         self._pad_token_id = pad_token_id
-        # mean and standard deviation of the scores of the test pairs, once they are known
-        self.score_statistics: tuple[float, float] | None = None
+        # mean and standard deviation of the test pairs' scores, by the prefix (of `save`) of the
+        # weights that gave them; empty until these weights are evaluated
+        self.score_statistics: dict[str, tuple[float, float]] = {}
 
     def scores(self, batch: PackedBatch) -> Tensor:
         """Return the scores of packed responses with gradients, (R,)."""
@@ -48,6 +52,10 @@ class RewardModelPolicy(VlmPolicy):
     def scores_no_grad(self, batch: PackedBatch) -> Tensor:
         """Return the scores of packed responses, (R,); call it in `gathered_weights`."""
         return self.forward_tokens_no_grad(batch)["values"][:, 0]
+
+    def on_weights_updated(self) -> None:
+        """Forget the statistics of the previous weights."""
+        self.score_statistics = {}
 
     def describe(self) -> str:
         return super().describe().replace("a value head", "a score head")
@@ -59,17 +67,39 @@ class RewardModelPolicy(VlmPolicy):
         """
         return {**super().exported_weights(), SCORE_WEIGHT: self.network.value.weight}
 
+    def copy_exported(
+        self,
+        folder: Path,
+        copies: StateCopies,
+        prefix: str = "",
+        replaced: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+    ) -> Write:
+        """Copy what `save` writes, with the current statistics of a LoRA's scores.
+
+        The next update may clear them before the copy is written.
+        """
+        write = super().copy_exported(folder, copies, prefix, replaced)
+        if not self.use_lora:
+            return write
+        head = self.network.value.weight
+        weights = copies.gather({SCORE_WEIGHT: replaced.get(head, head)})
+        metadata = {"format": "pt"}
+        if statistics := self.score_statistics.get(prefix):
+            metadata |= dict(zip(STATISTICS, map(repr, statistics), strict=True))
+
+        def write_all() -> None:
+            write()
+            save_file(weights, folder / f"{prefix}lora" / SCORE_FILE, metadata=metadata)
+
+        return write_all
+
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         lora = {name: weight for name, weight in weights.items() if name != SCORE_WEIGHT}
         super()._write_lora(folder, lora)
-        head, metadata = {SCORE_WEIGHT: weights[SCORE_WEIGHT]}, {"format": "pt"}
-        if self.score_statistics is not None:
-            metadata |= dict(zip(STATISTICS, map(repr, self.score_statistics), strict=True))
-        save_file(head, folder / SCORE_FILE, metadata=metadata)
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
         classifier = build_classifier(self.model.config, weights, self._pad_token_id)
-        set_statistics(classifier.config, self.score_statistics)
+        set_statistics(classifier.config, self.score_statistics.get(prefix))
         with published_layout(classifier, weights):
             classifier.save_pretrained(folder / f"{prefix}model")
         for part in self._processors:

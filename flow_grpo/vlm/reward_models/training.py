@@ -17,6 +17,7 @@ from flow_grpo.data.passes import restore_pass_states
 from flow_grpo.data.responses import GivenResponse
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.rewards import TOTAL
+from flow_grpo.training.checkpoint import EMA_PREFIX
 from flow_grpo.training.distributed import (
     accumulate_gradients,
     gather_scores,
@@ -171,8 +172,8 @@ def run_evaluation(session: RewardModelSession, epoch: int) -> dict[str, float]:
     columns = gather_scores(accelerator, np.array(rows), found)
     write_scored_pairs(session, epoch, columns)
     scores = np.concatenate([columns["chosen_score"], columns["rejected_score"]])
-    if np.isfinite(scores).all():
-        session.policy.score_statistics = (float(scores.mean()), float(scores.std()))
+    prefix = "" if session.ema is None else EMA_PREFIX
+    session.policy.score_statistics = score_statistics(scores, prefix)
     difference = columns["chosen_score"] - columns["rejected_score"]
     margin = np.array([pair.margin for pair in pairs])
     accurate = difference > 0
@@ -187,6 +188,16 @@ def run_evaluation(session: RewardModelSession, epoch: int) -> dict[str, float]:
     metrics |= {f"{name}/accuracy": accurate[sets == name].mean() for name in np.unique(sets)}
     metrics = {f"eval/{name}": float(value) for name, value in metrics.items()}
     return {**metrics, "data/held_out": session.held_out_share()}
+
+
+def score_statistics(scores: np.ndarray, prefix: str) -> dict[str, tuple[float, float]]:
+    """Return mean and standard deviation of scores by the prefix of the weights that gave them.
+
+    There are none if a score is not finite.
+    """
+    if not np.isfinite(scores).all():
+        return {}
+    return {prefix: (float(scores.mean()), float(scores.std()))}
 
 
 def score_pairs(session: RewardModelSession, batch: PackedBatch) -> dict[str, np.ndarray]:
