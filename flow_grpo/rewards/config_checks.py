@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flow_grpo.config.custom import check_file_exists
 from flow_grpo.errors import UserError, did_you_mean
-from flow_grpo.rewards.draw_settings import check_drawn_names, image_reward_of
+from flow_grpo.rewards.drawn_names import check_drawn_names, image_reward_of
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.registry import REWARDS
 

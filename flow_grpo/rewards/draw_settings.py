@@ -1,15 +1,14 @@
-"""Section `draw` of the config, and the names of the rewards that use it (drawn.py)."""
+"""Section `draw` of the config, for rewards that draw responses (drawn.py)."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flow_grpo.config.paths import resolve_path
 from flow_grpo.config.settings import check_settings, setting
 from flow_grpo.errors import UserError, did_you_mean
-from flow_grpo.rewards.registry import IMAGE_REWARDS
+from flow_grpo.rewards.drawn_names import PREFIX, image_reward_of
 
-PREFIX = "drawn:"
 SECTION = "draw"
 
 
@@ -66,29 +65,6 @@ class DrawSettings:
     )
 
 
-def image_reward_of(name: str) -> str | None:
-    """Return the image reward that a reward `drawn:NAME` scores with; None for another reward."""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
-
-
-def drawn_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the rewards drawn:NAME among `names`, with their image rewards."""
-    return {name: inner for name in names if (inner := image_reward_of(name)) is not None}
-
-
-def check_drawn_names(names: Iterable[str], custom: Collection[str]) -> None:
-    """Reject rewards drawn:NAME where NAME is neither an image reward nor a custom reward."""
-    known = [*IMAGE_REWARDS, *custom]
-    for name, inner in drawn_names(names).items():
-        if inner not in known:
-            nearest = did_you_mean(inner, known).replace("did you mean ", f"did you mean {PREFIX}")
-            raise UserError(
-                f"needs an image reward after {PREFIX!r}, and {inner!r} is none",
-                field=f"reward {name!r}",
-                hint=nearest or f"use one of {', '.join(sorted(known))}",
-            )
-
-
 def draw_settings(name: str, draw: DrawSettings | None, options: Mapping[str, Any]) -> DrawSettings:
     """Return the settings of a reward: the section `draw` with the reward's own options.
 
@@ -106,14 +82,16 @@ def draw_settings(name: str, draw: DrawSettings | None, options: Mapping[str, An
         )
     for option, value in options.items():
         kind = type(getattr(draw, option))
-        if not isinstance(value, (int, float) if kind is float else kind):
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise UserError(
                 f"must be of type {kind.__name__}",
                 field=f"reward_options.{name}.{option}",
                 value=value,
             )
     settings = replace(draw, **options)
-    settings = replace(settings, model=resolve_path(settings.model))
+    paths = {"model": resolve_path(settings.model), "lora": resolve_path(settings.lora)}
+    settings = replace(settings, **paths)
     check_settings(SECTION, settings)
     if not settings.model:
         raise UserError(

@@ -5,8 +5,8 @@ The reward `drawn:NAME` scores prompts that a language model has written with th
 the diffusion model. The image is scored against the user's prompt, not against the rewritten one:
 otherwise the language model could change what is asked for.
 
-The noise of an image depends on `draw.seed`, the question and the number of the image only. So
-scores depend neither on the batch nor on the process, all responses to a question start from the
+The noise of an image depends on `draw.seed`, the question and the number of the image only, neither
+on the batch (except for rounding) nor on the process. So all responses to a question start from the
 same noise, which makes their scores comparable, and equal responses are drawn once.
 """
 
@@ -21,7 +21,8 @@ from PIL import Image
 
 from flow_grpo.config.custom import import_object
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.draw_settings import SECTION, DrawSettings, image_reward_of
+from flow_grpo.rewards.draw_settings import SECTION, DrawSettings
+from flow_grpo.rewards.drawn_names import image_reward_of
 from flow_grpo.rewards.frames import WHOLE_VIDEO, average_over_frames
 from flow_grpo.rewards.protocol import BatchScores, MetadataRows, Scorer, ScorerOutput, score
 from flow_grpo.rewards.text.response_format import extract_prompt

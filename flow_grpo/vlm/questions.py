@@ -26,7 +26,7 @@ from flow_grpo.data.questions import (
 )
 from flow_grpo.data.responses import GivenResponse, ResponseLayout, load_responses
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.draw_settings import drawn_names
+from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.vlm.fields import VlmConfig
 from flow_grpo.vlm.losses import GIVEN_LOSSES
 from flow_grpo.vlm.plan import VlmBatchPlan

@@ -46,7 +46,7 @@ class ImageZoom(ToolEnvironment):
                 value=units,
             )
         self.far_edge = UNITS[units]
-        self.size = int(check_option("size", size, 0, 4096))
+        self.size = check_option("size", size, 0, 4096, whole=True)
         self.images: list[Image.Image] = []
 
     def reset(self, row: dict[str, Any]) -> None:

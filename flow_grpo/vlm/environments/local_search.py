@@ -37,6 +37,7 @@ from flow_grpo.vlm.environments.tool_calls import (
 K1, B = 1.2, 0.75
 MAX_QUERY_CHARACTERS = 1000
 MAX_DOCUMENTS = 10**6
+MIN_DOCUMENT_CHARACTERS = 50  # of an observation
 TEXT_SUFFIXES, JSON_SUFFIX = (".txt", ".md"), ".jsonl"
 WORD = re.compile(r"\w+")
 
@@ -68,8 +69,15 @@ class LocalSearch(ToolEnvironment):
         error_reward: float = 0.0,
     ) -> None:
         super().__init__(error_reward)
-        self.results = int(check_option("results", results, 1, 100))
-        self.max_characters = int(check_option("max_characters", max_characters, 50, 10**5))
+        self.results = check_option("results", results, 1, 100, whole=True)
+        self.max_characters = check_option("max_characters", max_characters, 50, 10**5, whole=True)
+        if self.max_characters < MIN_DOCUMENT_CHARACTERS * self.results:
+            raise UserError(
+                f"must be at least {MIN_DOCUMENT_CHARACTERS} per result, i.e. "
+                f"{MIN_DOCUMENT_CHARACTERS * self.results}",
+                field="environment_options.max_characters",
+                value=max_characters,
+            )
         self.index = load_index(str(corpus))
 
     def call(self, arguments: dict[str, Any]) -> str:

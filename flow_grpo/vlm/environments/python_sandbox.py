@@ -70,8 +70,8 @@ class PythonSandbox(ToolEnvironment):
     ) -> None:
         super().__init__(error_reward)
         self.timeout = check_option("timeout", timeout, 0.1, 3600)
-        self.memory = int(check_option("memory_mb", memory_mb, 64, 2**20)) * MEBIBYTE
-        self.max_characters = int(check_option("max_characters", max_characters, 50, 10**5))
+        self.memory = check_option("memory_mb", memory_mb, 64, 2**20, whole=True) * MEBIBYTE
+        self.max_characters = check_option("max_characters", max_characters, 50, 10**5, whole=True)
         self.namespaces = check_isolation(bool(allow_weak_isolation))
         self.longest_step = self.timeout + 2 * STARTUP_SECONDS
 

@@ -131,12 +131,12 @@ class ToolEnvironment:
         return (f"{RESPONSE_OPENING}{text}{RESPONSE_CLOSING}", images), reward, False
 
 
-def check_option(name: str, value: Any, least: float, most: float) -> Any:
+def check_option(name: str, value: Any, least: float, most: float, *, whole: bool = False) -> Any:
     """Return an option of an environment that must be a number from `least` to `most`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         raise UserError(
-            f"must be a number from {least:g} to {most:g}",
+            f"must be {'a whole' if whole else 'a'} number from {least:g} to {most:g}",
             field=f"environment_options.{name}",
             value=value,
         )
