@@ -27,7 +27,7 @@ import threading
 from pathlib import Path
 
 SOCKET = "FLOW_GRPO_WARM_SOCKET"
-# the interpreter with which a forked script starts other scripts: see `interpreter`
+# interpreter with which a forked script starts other scripts; see `interpreter`
 INTERPRETER = "FLOW_GRPO_WARM_PYTHON"
 CHANGING_VARIABLES = re.compile(  # environment variables that no library reads at import
     r"PYTEST_CURRENT_TEST|FLOW_GRPO_.*|HF_MODULES_CACHE|REWARD_SERVER_TOKEN|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK|(ACCELERATE|DS|FSDP)_.*"
@@ -156,7 +156,7 @@ def forward_signals(arguments: list[str]) -> None:
 def serve(listener: socket.socket) -> list[str]:
     """Fork for each request until standard input is closed.
 
-    A child has no threads but the one that forks, and would wait for locks of others forever.
+    A child has only the forking thread and would wait forever for locks held by other threads.
     Returns only in the process of a script, with its arguments. Its parent, a child of the server,
     waits for it.
     """
