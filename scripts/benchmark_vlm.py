@@ -273,8 +273,9 @@ def packed_batches(
 ) -> Iterator[PackedBatch]:
     """Yield micro-batches of up to `budget` tokens on the device of the policy."""
     device = next(policy.network.parameters()).device
-    for part in micro_batches(responses, budget):
-        yield pack_responses(responses[part], 0).to(device)
+    one_row = policy.network.packs_one_row
+    for part in micro_batches(responses, budget, one_row=one_row):
+        yield pack_responses(responses[part], 0, one_row=one_row).to(device)
 
 
 def decoding_bytes(

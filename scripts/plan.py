@@ -45,6 +45,7 @@ from flow_grpo.training.time_estimate import pluralize
 from flow_grpo.vlm import workload as vlm
 from flow_grpo.vlm.config_checks import check_config as check_vlm_config
 from flow_grpo.vlm.fields import VLM_SPEC
+from flow_grpo.vlm.memory_plan import describe_plan
 
 WORLD_SIZE = flags.DEFINE_integer(
     "world_size", None, "Number of GPUs. Default: that of the preset's name, or 1.", lower_bound=1
@@ -109,8 +110,8 @@ def plan(*, is_vlm: bool) -> str:
             rows["evaluation"] = f"unknown size of the test set; set --config.{name}=N"
     if not is_vlm and line is None and (model := video_model(config)):
         rows |= describe_video_memory(config, model)
-    if is_vlm and (state := vlm.describe_memory(config, gpus, sharded=SHARDED.value)):
-        rows["weights, optimizer"] = state
+    if is_vlm:
+        rows |= describe_plan(config, gpus, sharded=SHARDED.value)
     return "\n".join([batches.describe(), *(f"{name:<21} {text}" for name, text in rows.items())])
 
 

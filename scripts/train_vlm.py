@@ -35,6 +35,7 @@ from flow_grpo.rewards import TOTAL
 from flow_grpo.training.distributed import (
     accumulate_gradients,
     gather_scores,
+    get_ranks,
     is_sharded,
     pad_micro_batches,
     raise_on_all_ranks,
@@ -71,6 +72,7 @@ from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses
 from flow_grpo.vlm.reward_models.training import train_reward_model
 from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
+from flow_grpo.vlm.sample_exchange import share_rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
 from flow_grpo.vlm.session import VlmSession, build_session
 
@@ -232,16 +234,20 @@ def sample_responses(
 
 
 def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int, ResponseTensors]:
-    """Compute what advantages and the loss need of this process's samples before the first update.
+    """Compute what advantages and the loss need of the samples before the first update.
 
-    These are values, reference log-probabilities and, if advantages depend on them, recomputed old
-    log-probabilities. Other old log-probabilities are recomputed by `train_epoch`. Without a value
-    head and a reference policy, there is no forward pass.
+    The samples are those of this process or, with `train.sequence_parallel`, of its group, whose
+    processes exchange them here. Computed are values, reference log-probabilities and, if
+    advantages depend on them, recomputed old log-probabilities. Other old log-probabilities are
+    recomputed by `train_epoch`. Without a value head and a reference policy, there is no forward
+    pass.
 
     Returns:
         Per-token tensors by sample index.
     """
     train, policy, given = session.config.train, session.policy, session.given
+    ranks = get_ranks(session.accelerator)
+    share_rollout(ranks, rollout, session.rollout_engine, session.questions)
     recomputes = session.recomputes_old_log_probs
     tensors = {
         index: ResponseTensors(
@@ -481,8 +487,8 @@ def train_update(
         )
         store_old_log_probs(session, rollout, tensors, part, batch, scores["log_probs"])
         loss = objective.loss(batch, scores, [tensors[i] for i in part], counts)
-        # gradients are averaged over processes, so scale the loss by their number
-        scale = session.plan.num_processes * float(counted)
+        # gradients are averaged over groups of processes, so scale the loss by their number
+        scale = get_ranks(accelerator).data_size * float(counted)
         backward(accelerator, loss.per_sample.sum() / objective.num_terms(counts) * scale)
         loss = loss if counted else loss.without_samples()
         stats.add(loss, on_policy=on_policy)
@@ -514,18 +520,19 @@ def packed_batches(
     session: VlmSession, rollout: Rollout, index: list[int]
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """Yield the micro-batches of the samples `index`, in order, each with its sample indices."""
-    shares_prompt = session.policy.network.family.shares_prompt
+    network, budget = session.policy.network, session.config.train.tokens_per_batch
+    shares_prompt, one_row = network.family.shares_prompt, network.packs_one_row
     responses = [rollout.response(i, shares_prompt=shares_prompt) for i in index]
-    parts = micro_batches(responses, session.config.train.tokens_per_batch, session.plan.together)
-    for part in parts:
-        packed = pack_responses(responses[part], session.rollout_engine.pad)
+    for part in micro_batches(responses, budget, session.plan.together, one_row=one_row):
+        packed = pack_responses(responses[part], session.rollout_engine.pad, one_row=one_row)
         yield index[part], packed.to(session.accelerator.device)
 
 
 def packed_responses(session: VlmSession, responses: list[Response]) -> Iterator[PackedBatch]:
     """Yield the micro-batches of responses, in order."""
-    for part in micro_batches(responses, session.config.train.tokens_per_batch):
-        packed = pack_responses(responses[part], session.rollout_engine.pad)
+    budget, one_row = session.config.train.tokens_per_batch, session.policy.network.packs_one_row
+    for part in micro_batches(responses, budget, one_row=one_row):
+        packed = pack_responses(responses[part], session.rollout_engine.pad, one_row=one_row)
         yield packed.to(session.accelerator.device)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flow_grpo.config.settings import section, setting
 
+ADAMW, ADAMW_BF16 = "adamw", "adamw_bf16"  # values of train.optimizer
 UNQUANTIZED = "bf16"  # frozen weights in the dtype of mixed_precision
 BASE_PRECISIONS = (UNQUANTIZED, "fp8", "nf4")
 EVAL_SET = "eval_dataset"  # which its column settings require

@@ -12,12 +12,10 @@ to its tokens. A gradient, of weights or of the input, is therefore the SUM over
 `flow_grpo.training.finite.backward` accounts for reductions that average over all processes.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.models import ADAPTERS, ModelAdapter, Size
 from flow_grpo.diffusion.models.experts import iter_experts
 from flow_grpo.diffusion.models.inputs import latent_shape
@@ -27,19 +25,6 @@ from flow_grpo.perf.library_patches import enable_ulysses
 from flow_grpo.training.distributed import Ranks
 
 FIELD = "sample.context_parallel"
-
-
-def context_size(config: DiffusionConfig, planned: int | None) -> int:
-    """Return the number of processes that compute a sample together in this run.
-
-    Args:
-        config: Settings of the run.
-        planned: Number of processes that a dry run plans for. Without enough processes to measure
-            that plan as it is, it measures whole samples on each process.
-    """
-    number = config.sample.context_parallel
-    here = int(os.environ.get("WORLD_SIZE", "1"))
-    return 1 if planned and here % number else number
 
 
 def count_tokens(

@@ -45,7 +45,6 @@ from flow_grpo.diffusion.config_checks import (
 )
 from flow_grpo.diffusion.context_parallel import (
     check_context_sources,
-    context_size,
     count_tokens,
     enable_context_parallel,
 )
@@ -88,7 +87,7 @@ from flow_grpo.training.distributed import (
     needs_equal_passes,
     raise_on_all_ranks,
 )
-from flow_grpo.training.plan import check_divides
+from flow_grpo.training.plan import check_divides, context_size
 from flow_grpo.training.resume import find_start
 from flow_grpo.training.session import BaseSession
 from flow_grpo.training.snapshot import Reference, Snapshot
@@ -227,7 +226,7 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     engine = {"accumulation_steps": losses_per_update}
-    engine["context_parallel"] = context_size(config, num_processes)
+    engine["context_parallel"] = context_size(config.sample.context_parallel, num_processes)
     with SessionBuilder(config, **engine) as run:
         given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
         tokens = count_sample_tokens(config) if load is None else 0

@@ -65,16 +65,23 @@ def merged_weight(layer: lora.Linear, weight: Tensor) -> Tensor:
     return total
 
 
-def cast_stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast with stochastic rounding to half precision, in the same way on every call.
+def cast_stochastic(
+    x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Tensor:
+    """Cast with stochastic rounding to half precision.
 
-    The mean over the random bits is `x`. Rounding to nearest would drop every change by LoRA that
-    is below half the last bit of a weight.
+    The mean over the random bits is `x`. Rounding to nearest would drop every change, by LoRA or an
+    optimizer, that is below half the last bit of a weight.
+
+    Args:
+        x: Values in float32; other dtypes than half precision are cast as usual.
+        dtype: Dtype of the result.
+        generator: Draws the random bits; by default they are the same on every call.
     """
     if dtype not in TRUNCATED_BITS:
         return x.to(dtype)
     unit = 1 << TRUNCATED_BITS[dtype]
-    generator = torch.Generator(x.device).manual_seed(0)
+    generator = generator or torch.Generator(x.device).manual_seed(0)
     noise = torch.randint(unit, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     rounded = (x.view(torch.int32) + noise) & -unit
     return rounded.view(torch.float32).to(dtype)

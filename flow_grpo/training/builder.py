@@ -189,6 +189,7 @@ def build_accelerator(
     accumulation_steps: int = 1,
     autocast: bool = True,
     context_parallel: int = 1,
+    context_field: str = "sample.context_parallel",
     **kwargs: Any,
 ) -> Accelerator:
     """Return the accelerator of a run.
@@ -198,6 +199,7 @@ def build_accelerator(
         accumulation_steps: Micro-batches per update, for DeepSpeed.
         autocast: False if the model casts by itself, in the same way for sampling and training.
         context_parallel: Number of processes that compute each sample together.
+        context_field: Setting that configures it.
         kwargs: Further arguments of Accelerator.
     """
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -234,7 +236,7 @@ def build_accelerator(
         kwargs_handlers=handlers,
         **kwargs,
     )
-    set_context_parallel(accelerator, context_parallel)
+    set_context_parallel(accelerator, context_parallel, context_field)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, config.train.max_grad_norm)
     if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:

@@ -47,7 +47,8 @@ GOAL_FIELDS = (
     "environment",
     "environment_options",
 )
-STATE_FIELDS = ("use_lora", "train.use_8bit_adam")  # define the files of the saved state
+# define the files of the saved state
+STATE_FIELDS = ("use_lora", "train.use_8bit_adam", "train.optimizer")
 LORA_SHAPE_FIELDS = ("train.lora_rank", "train.lora_alpha", LORA_TARGETS_FIELD)
 
 

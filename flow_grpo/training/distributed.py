@@ -28,7 +28,8 @@ class Ranks:
     """The place of a process in the mesh of data x context ranks.
 
     The processes of a context group compute the same samples together, each a part of the tokens of
-    every sample. Whatever is counted, drawn or split by process is so by data rank.
+    every sample. Whatever is counted, drawn or split by process is so by data rank; a VLM trainer
+    forms groups for training only and samples on every process.
     """
 
     data_rank: int
@@ -36,6 +37,11 @@ class Ranks:
     context_rank: int = 0
     context_size: int = 1  # processes in a context group
     mesh: DeviceMesh | None = None  # data x ring (1) x ulysses; None without context parallelism
+
+    @property
+    def group(self) -> distributed.ProcessGroup:
+        """The context group."""
+        return self.mesh.get_group("ulysses")
 
     @property
     def is_leader(self) -> bool:
@@ -46,31 +52,46 @@ class Ranks:
         """Return the sum of a tensor over the context group."""
         if self.mesh is not None:
             tensor = tensor.contiguous().clone()
-            distributed.all_reduce(tensor, group=self.mesh.get_group("ulysses"))
+            distributed.all_reduce(tensor, group=self.group)
         return tensor
 
     def copy_from_leader(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the leader of the context group."""
         if self.mesh is not None:
             tensor = tensor.contiguous()
-            distributed.broadcast(tensor, group_src=0, group=self.mesh.get_group("ulysses"))
+            distributed.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
+    def gather_objects(self, own: Result) -> list[Result]:
+        """Return the objects of all processes of the context group, in their order."""
+        if self.mesh is None:
+            return [own]
+        objects = [None] * self.context_size
+        distributed.all_gather_object(objects, own, group=self.group)
+        return objects
 
-def set_context_parallel(accelerator: Accelerator, size: int) -> None:
+
+def set_context_parallel(
+    accelerator: Accelerator, size: int, field: str = "sample.context_parallel"
+) -> None:
     """Divide the processes into context groups of `size` consecutive ones.
+
+    Args:
+        accelerator: Gets the mesh.
+        size: Processes of a group.
+        field: Setting that configures it.
 
     Raises:
         UserError: If `size` does not divide the number of processes, or for DeepSpeed.
     """
     processes = accelerator.num_processes
-    check_divides(size, processes)
+    check_divides(size, processes, field)
     if size == 1:
         return
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError(
             "is incompatible with DeepSpeed",
-            field="sample.context_parallel",
+            field=field,
             value=size,
             hint="use DDP or FSDP2",
         )
@@ -172,7 +193,8 @@ def gather_rows(
     """Gather rows of all processes on the CPU, sorted by index.
 
     Processes may have different numbers of rows, or none. Sorting makes sums over the rows
-    independent of the number of processes. In a context group, only the leader's rows count.
+    independent of the number of processes. If processes of a context group have the same row, that
+    of the first one counts.
 
     Args:
         index: Global index of each local row, (n,).
@@ -190,11 +212,11 @@ def gather_rows(
             return _gather_on_main(accelerator, padded).cpu()
         return accelerator.gather(padded).cpu()
 
-    if not get_ranks(accelerator).is_leader:
-        index, columns = index[:0], {name: rows[:0] for name, rows in columns.items()}
     index = gather(index.long(), -1)  # an empty one may have been made with another dtype
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
+    if get_context_size(accelerator) > 1:
+        order = order[index[order].diff(prepend=index.new_tensor([-1])) > 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
 
 

@@ -33,6 +33,8 @@ SHAPES = {
     "dg845/LTX-2.3-Diffusers": "ltx-2.3",
     "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
+    "Qwen/Qwen2.5-VL-72B-Instruct": "qwen2.5-vl-72b",
+    "meta-llama/Meta-Llama-3-70B-Instruct": "llama-3-70b",
     "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
     "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
 }
@@ -67,6 +69,8 @@ PARAMETERS = {
     "ltx-2.3": Parameters(18_988_838_144, 9_633_792),
     "qwen2.5-vl-3b": Parameters(3_754_622_976, 1_870_848),
     "qwen2.5-vl-7b": Parameters(8_292_166_656, 2_523_136),
+    "qwen2.5-vl-72b": Parameters(73_410_777_344, 13_158_400),
+    "llama-3-70b": Parameters(70_553_706_496, 12_943_360),
     "qwen3-vl-4b": Parameters(4_437_815_808, 2_064_384),
     "qwen3-vl-8b": Parameters(8_767_123_696, 2_727_936),
 }

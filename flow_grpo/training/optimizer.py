@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
-from flow_grpo.config.fields import TrainFields
+from flow_grpo.config.fields import ADAMW, ADAMW_BF16, TrainFields
 from flow_grpo.errors import UserError
+from flow_grpo.training.adamw_bf16 import AdamWBf16
 from flow_grpo.training.policy import BasePolicy
 
 # names in transformers
@@ -70,13 +72,22 @@ def build_lr_schedule(train: TrainFields, updates: int) -> Callable[[int], float
 def build_optimizer(
     train: TrainFields, mixed_precision: str, accelerator: Accelerator, policy: BasePolicy
 ) -> Optimizer:
-    """Return AdamW for the trained weights, with 8-bit or offloaded state if configured.
+    """Return AdamW for the trained weights, with bfloat16, 8-bit or offloaded state if configured.
 
     Raises:
         UserError: If bitsandbytes is needed and not installed.
     """
     groups = policy.parameter_groups()
-    if train.use_8bit_adam:
+    if getattr(train, "optimizer", ADAMW) == ADAMW_BF16:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise UserError(
+                "is incompatible with DeepSpeed, which has its own optimizer step",
+                field="train.optimizer",
+                value=ADAMW_BF16,
+                hint="use DDP or FSDP2",
+            )
+        optimizer = AdamWBf16(groups, **adamw_kwargs(train))
+    elif train.use_8bit_adam:
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError as error:

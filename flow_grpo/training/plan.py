@@ -61,14 +61,24 @@ def _use(numbers: list[int], noun: str) -> str:
     return f"use {' or '.join(map(str, numbers))} {noun}"
 
 
-def check_divides(context: int, processes: int) -> None:
-    """Raise a UserError unless `sample.context_parallel` divides the number of processes."""
+def check_divides(context: int, processes: int, field: str = "sample.context_parallel") -> None:
+    """Raise a UserError unless the size of a context group divides the number of processes."""
     if processes % context:
         raise UserError(
-            f"does not divide the number of processes, {processes}",
-            field="sample.context_parallel",
-            value=context,
+            f"does not divide the number of processes, {processes}", field=field, value=context
         )
+
+
+def context_size(size: int, planned: int | None) -> int:
+    """Return the size of the context groups of this run.
+
+    Args:
+        size: The configured size.
+        planned: Number of processes that a dry run plans for. Without enough processes to measure
+            that plan as it is, it measures whole samples on each process.
+    """
+    here = int(os.environ.get("WORLD_SIZE", "1"))
+    return 1 if planned and here % size else size
 
 
 def count_processes() -> int:

@@ -184,46 +184,6 @@ def sharded_collectives(
     ]
 
 
-def state_gib(parameters: int, trained: int, *, shards: int = 1) -> float:
-    """Return the GiB of weights, gradients and Adam's moments on a process.
-
-    Trained parameters take 16 bytes (four float32 values), frozen ones 2 (bf16).
-
-    Args:
-        parameters: All parameters of the model, without a LoRA.
-        trained: The trained ones: the same number, or those of a LoRA.
-        shards: Number of processes that share them.
-    """
-    frozen = 0 if trained == parameters else 2 * parameters
-    return (16 * trained + frozen) / shards / 2**30
-
-
-def describe_state(
-    parameters: int, trained: int, *, gpus: int, sharded: bool, keeps_reference: bool
-) -> str:
-    """Return the computed memory of a process, without activations, KV cache and other models.
-
-    Args:
-        parameters: All parameters of the model.
-        trained: The trained ones.
-        gpus: Number of processes.
-        sharded: Whether the state is sharded (FSDP2, ZeRO-3).
-        keeps_reference: Whether a copy of the weights in bf16 is kept for the KL.
-    """
-    copy = GATHERED_BYTES * parameters / 2**30
-    parts = {
-        "weights, gradients and moments": state_gib(
-            parameters, trained, shards=gpus if sharded else 1
-        )
-    }
-    if sharded:
-        parts["all weights while sampling"] = copy
-    if keeps_reference:
-        parts["reference policy"] = copy
-    text = " + ".join(f"{gib:.1f} GiB of {name}" for name, gib in parts.items())
-    return f"{sum(parts.values()):.1f} GiB = {text}; computed, without activations"
-
-
 def checkpoint_bytes(trained: int, *, ema: bool) -> int:
     """Return the size of a checkpoint, in float32.
 

@@ -38,7 +38,7 @@ from flow_grpo.training import trackers
 from flow_grpo.training.builder import suggest_on_oom
 from flow_grpo.training.checkpoint import Progress, describe_latest_intact
 from flow_grpo.training.checkpoint_writer import BackgroundWriter
-from flow_grpo.training.distributed import get_ranks, raise_on_all_ranks
+from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.training.lock import RETRY_SECONDS, RunLock, retry
 from flow_grpo.training.metrics import Timer, TrainingStats, score_metrics
 from flow_grpo.training.plan import Plan
@@ -305,7 +305,8 @@ def finish_epoch(
 
 def seed_custom_code(session: BaseSession) -> None:
     """Seed the global random generators for the next epoch, so that checkpoints need no state."""
-    process = get_ranks(session.accelerator).data_rank
+    # groups of processes that only train together sample on their own
+    process = session.accelerator.process_index // session.plan.context_parallel
     seed_global_generators(session.config.seed, session.progress.epoch + 1, process)
 
 

@@ -1,8 +1,9 @@
 """Attention masks and attention functions for packed training rows and for decoding.
 
-A training row contains a prompt followed by all its responses. Segment ids (B, S) give the part a
-token belongs to: `PROMPT_SEGMENT`, a response number, or `PADDING_SEGMENT`. A token attends to the
-earlier tokens of the prompt and of its own response. A dense mask always costs O(S^2); flex
+A training row contains a prompt followed by all its responses; with flex attention, several prompts
+with theirs. Segment ids (B, S) give the part a token belongs to: `PROMPT_SEGMENT` or a response
+number, plus `GROUP` for each prompt before, or `PADDING_SEGMENT`. A token attends to the earlier
+tokens of its prompt and of its own response. A dense mask always costs O(S^2); flex
 attention skips blocks in which no pair of tokens is visible.
 """
 
@@ -10,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,8 @@ from flow_grpo.errors import first_line
 from flow_grpo.perf.compile_utils import compile_once
 from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.models import get_family
-from flow_grpo.vlm.packing import PADDING_SEGMENT, PROMPT_SEGMENT
+from flow_grpo.vlm.packing import GROUP, PADDING_SEGMENT, PROMPT_SEGMENT
+from flow_grpo.vlm.sequence_parallel import SequenceShards
 
 logger = logging.getLogger("flow_grpo")
 
@@ -45,7 +47,8 @@ def _is_visible(column: Tensor, other: Tensor, segment: Tensor, others: Tensor) 
 
     Padding attends to itself, because a row without visible columns has no softmax.
     """
-    shared = ((others == PROMPT_SEGMENT) | (others == segment)) & (others != PADDING_SEGMENT)
+    in_prompt = (others % GROUP == PROMPT_SEGMENT) & (others // GROUP == segment // GROUP)
+    shared = (in_prompt | (others == segment)) & (others != PADDING_SEGMENT)
     return ((other <= column) & shared) | (other == column)
 
 
@@ -59,20 +62,25 @@ def build_block_mask(segments: Tensor) -> BlockMask:
     """Return the attention mask of segments (B, S) for flex attention.
 
     The lowest and highest segment of each block decide which pairs of blocks are skipped, partly
-    visible or fully visible.
+    visible or fully visible. Segments never decrease within a row.
     """
     length, short = segments.shape[1], segments.int()
     column = torch.arange(length, device=segments.device)
-    # give each padding token a separate segment
-    distinct = torch.where(segments == PADDING_SEGMENT, 2**31 + column, segments)
-    padded = functional.pad(distinct, (0, -length % FLEX_BLOCK_SIZE), value=2**32)
+    # give each padding token a separate segment, which belongs to no prompt
+    distinct = torch.where(segments == PADDING_SEGMENT, (2**31 + column) * GROUP + 1, segments)
+    padded = functional.pad(distinct, (0, -length % FLEX_BLOCK_SIZE), value=2**32 * GROUP + 1)
     blocks = padded.unflatten(1, (-1, FLEX_BLOCK_SIZE))
     low, high = blocks.amin(-1), blocks.amax(-1)  # (B, blocks)
     number = torch.arange(low.shape[1], device=low.device)
     overlap = (low[:, None] <= high[..., None]) & (low[..., None] <= high[:, None])
-    visible = (number <= number[:, None]) & ((low[:, None] == PROMPT_SEGMENT) | overlap)
+    first, last = low // GROUP, high // GROUP  # prompts of each block
+    with_prompt = (low % GROUP == PROMPT_SEGMENT) | (first < last)  # the key block has a prompt
+    same_group = (first[:, None] <= last[..., None]) & (first[..., None] <= last[:, None])
+    visible = (number <= number[:, None]) & ((with_prompt[:, None] & same_group) | overlap)
     same = (low[:, None] == high[..., None]) & (low[..., None] == high[:, None])
-    full = (number < number[:, None]) & ((high[:, None] == PROMPT_SEGMENT) | same)
+    is_prompt = (high % GROUP == PROMPT_SEGMENT) & (low == high)
+    one_group = (first[:, None] == last[..., None]) & (first[..., None] == first[:, None])
+    full = (number < number[:, None]) & ((is_prompt[:, None] & one_group) | same)
     return BlockMask.from_kv_blocks(
         *_block_indices(visible & ~full),
         *_block_indices(full),
@@ -110,11 +118,17 @@ def run_flex_attention(
     It is compiled on CUDA only; on a CPU it has no gradient.
     """
     kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
     attend = _compiled_flex_attention() if compiled else flex_attention
-    query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = in_autocast_dtype(query, key, value)
     return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return the tensors in the autocast dtype, without autocast in that of `value`."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return [x.to(dtype) for x in (query, key, value)]
 
 
 def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
@@ -147,16 +161,38 @@ def flex_attention_supported(model: nn.Module, device: torch.device, dtype: torc
 
 
 def _packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    sequence_shards: SequenceShards | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """Use flex attention for a block mask and SDPA for a dense one.
 
-    The mask decides, because activation checkpointing recomputes with the same arguments.
+    The arguments decide, because activation checkpointing recomputes with the same ones.
     """
+    if sequence_shards is not None:
+        attend = partial(_attend_own_heads, mask=mask, scale=settings.get("scaling"))
+        return sequence_shards.attend(attend, *in_autocast_dtype(query, key, value)), None
     if not isinstance(mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, mask, **settings)
     out = run_flex_attention(query, key, value, mask, settings.get("scaling"))
     return out.transpose(1, 2), None
+
+
+def _attend_own_heads(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Any, scale: float | None
+) -> Tensor:
+    """Return attention of the heads of this process, (B, heads, S, head_dim)."""
+    if isinstance(mask, BlockMask):
+        return run_flex_attention(query, key, value, mask, scale)
+    # of all backends, only the one that stores S x S scores supports a mask with grouped heads
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
 
 def _single_query_attention(

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.config.fields import ADAMW_BF16
 from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
@@ -159,6 +160,7 @@ def build_policy(
         compute_dtype=dtype,
         flex_attention=use_flex_attention,
         compiled=config.compile and _can_compile(dtype, device),
+        weight_dtype=torch.bfloat16 if train.optimizer == ADAMW_BF16 else torch.float32,
         seed=config.seed,
     )
     raise_on_all_ranks(accelerator, lambda: check_forward_parity(policy.network))

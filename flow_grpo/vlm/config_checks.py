@@ -322,7 +322,7 @@ def _check_rewards(settings: VlmConfig) -> None:
                 hint=f"use drawn:{name} to score images that a diffusion model draws from the "
                 f"responses; rewards of text are {', '.join(TEXT_REWARDS)}",
             )
-    names = {*settings.reward_fn, *settings.eval_reward_fn}
+    names = {*settings.reward_fn, *settings.eval_weights()}
     drawn = [name for name in drawn_names(names) if not settings.reward_servers.get(name)]
     check_drawn_names(drawn, settings.custom_rewards)
     for name in drawn:

@@ -172,6 +172,33 @@ class VlmTrainConfig(shared.TrainFields):
         at_least=1,
         at_most=10**8,
     )
+    sequence_parallel: int = setting(
+        1,
+        "Processes that train on each micro-batch together: each holds a part of its tokens, for "
+        "long responses (Ulysses attention). It must divide the number of processes and the "
+        "attention heads; docs/vlm/scaling.md.",
+        at_least=1,
+        at_most=1024,
+        requires={"compile=False": "the compiler cannot trace the exchange in attention"},
+        excludes={"train.critic=separate": "its layers are not divided"},
+    )
+    optimizer: str = setting(
+        shared.ADAMW,
+        'Optimizer: "adamw", with weights, gradients and moments in float32, or "adamw_bf16" for '
+        "full fine-tuning, with all of them in bfloat16 and stochastic rounding: 8 instead of 16 "
+        "bytes per parameter; docs/vlm/scaling.md.",
+        choices=(shared.ADAMW, shared.ADAMW_BF16),
+        requires={
+            "use_lora=False": "the weights of a LoRA are small and stay in float32",
+            "mixed_precision=bf16": "the weights are in bfloat16",
+        },
+        excludes={
+            "train.use_8bit_adam": "",
+            "train.ema": "small updates of an average in bfloat16 would be lost",
+            "train.advantage=gae": "the value head is in float32",
+            "train.loss=bradley_terry": "the score head is in float32",
+        },
+    )
     freeze_vision: bool = setting(True, "Freeze the vision tower.")
     recompute_old: bool = setting(
         False,
@@ -438,7 +465,8 @@ class VlmConfig(shared.SharedFields):
     flex_attention: bool = setting(
         False,
         "Train with torch's flex attention (GPU, bf16), which skips pairs of packed responses that "
-        "do not attend to each other; compiled once. For rows of many thousand tokens.",
+        "do not attend to each other and needs no padding; compiled once. For rows of many "
+        "thousand tokens.",
     )
     use_lora: bool = setting(
         True,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flow_grpo.data.responses import GivenResponse
 from flow_grpo.errors import UserError
+from flow_grpo.training.distributed import get_context_size
 from flow_grpo.training.metrics import Loss
 from flow_grpo.vlm.advantages import ResponseTensors, stack_padded
 from flow_grpo.vlm.losses.base import UpdateCounts
@@ -139,6 +140,7 @@ def estimate_mismatched_kl(
             ratio = own - policy.reference_log_probs(batch, given=True)
             total += ratio.double().sum().cpu()
     total = session.accelerator.reduce(total.to(session.accelerator.device))
+    total /= get_context_size(session.accelerator)  # all processes of a group have its samples
     return max(float(total) / len(indices), 0.0)
 
 

@@ -21,6 +21,7 @@ from flow_grpo.perf.inductor import allow_recompilations, apply_hook
 from flow_grpo.vlm.attention import PACKED_ATTENTION, build_block_mask, build_dense_mask
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.packing import PADDING_SEGMENT, ModelInputs, PackedBatch, scatter_to_mask
+from flow_grpo.vlm.sequence_parallel import SHARDS, SequenceShards, split_decoder_columns
 
 MAX_CHUNK_LOGITS = 2**26  # logits per chunk: 256 MiB in float32
 MAX_FLOAT64_HEAD_SIZE = 2**20  # heads up to this size are multiplied in float64 at negligible cost
@@ -67,6 +68,19 @@ class PolicyModel(nn.Module):
         if compiled:
             compile_decoder_layers(model.get_decoder())
         self.runs_in_lockstep = False  # True if weights are sharded: ranks wait for every layer
+        self.shards: SequenceShards | None = None  # set by `split_columns`
+
+    def split_columns(self, shards: SequenceShards) -> None:
+        """Compute training passes, but not decoding, in a group of processes."""
+        decoder = self.model.get_decoder()
+        decoder.config._attn_implementation = PACKED_ATTENTION
+        split_decoder_columns(decoder)
+        self.shards = shards
+
+    @property
+    def packs_one_row(self) -> bool:
+        """Whether the prompts of a micro-batch share a row without padding."""
+        return self.flex_attention and self.family.shares_prompt
 
     def forward(
         self,
@@ -91,22 +105,29 @@ class PolicyModel(nn.Module):
         """
         hidden = self.hidden_states(batch.inputs)
         chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
-        scores = self.token_scores(chosen, batch.tokens[batch.mask], given=given)
-        out = {name: scatter_to_mask(own, batch.mask) for name, own in scores.items()}
+        tokens, count = batch.tokens[batch.mask], len(chosen)
+        if self.shards is not None:
+            own = self.shards.own_tokens(count, tokens.device)
+            chosen, tokens = chosen[own], tokens[own]
+        scores = self.token_scores(chosen, tokens, given=given)
         if self.value is not None and with_values:
             if isinstance(self.value, nn.Linear):
                 features = chosen.detach() if critic_only else chosen
-                values = self.value(features.to(self.value.weight.dtype))[:, 0]
+                scores["values"] = self.value(features.to(self.value.weight.dtype))[:, 0]
             else:
-                values = self.value(batch)
-            out["values"] = scatter_to_mask(values, batch.mask)
-        return out
+                scores["values"] = self.value(batch)
+        if self.shards is not None:
+            scores = {name: self.shards.gather_tokens(x, count) for name, x in scores.items()}
+        return {name: scatter_to_mask(own, batch.mask) for name, own in scores.items()}
 
     def hidden_states(self, inputs: ModelInputs, cache: Cache | None = None) -> Tensor:
         """Return the last hidden states (B, S, width); keys and values are added to `cache`."""
         length, with_blank = inputs.input_ids.shape[1], self._must_run_vision_tower(inputs)
         if with_blank:
             inputs = self._append_blank_image(inputs)
+        shards = {}
+        if self.shards is not None and cache is None:
+            inputs, shards = self.shards.pad(inputs), {SHARDS: self.shards}
         make_mask = build_block_mask if self.flex_attention and cache is None else build_dense_mask
         with self.family.vision_arguments(inputs.images, inputs.image_indices) as images:
             hidden = self.forward_model(
@@ -116,8 +137,9 @@ class PolicyModel(nn.Module):
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **images,
+                **shards,
             )
-        return hidden[:, :length] if with_blank else hidden
+        return hidden[:, :length] if with_blank or shards else hidden
 
     def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
         """Call the transformers model with position ids (axes, B, S); return hidden states."""

@@ -10,6 +10,11 @@ prompt and to itself (see attention.py):
 The prompt and its images are thus computed once per group instead of once per sample. The hidden
 state of the column before a token predicts it; the last token of a response predicts nothing and is
 left out of the row.
+
+A micro-batch has one row per prompt, padded to the longest. Flex attention skips what tokens do not
+attend to, so with it all prompts of a micro-batch share one row without padding:
+
+    segments  [ 0 ... | 1 ... | 2 ... | 65536 ... | 65537 ... ]     (GROUP x prompt + response)
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -25,6 +30,7 @@ from flow_grpo.vlm.models.base import VisionInputs, concat_vision_inputs
 from flow_grpo.vlm.prompts import EncodedPrompt
 
 PROMPT_SEGMENT, PADDING_SEGMENT = 0, -1  # segment ids; responses are 1, 2, ...
+GROUP = 2**16  # added to the segments of a row for each prompt before
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class ModelInputs:
     """Inputs of B rows of S tokens."""
 
     input_ids: Tensor  # (B, S)
-    segments: Tensor  # (B, S): PROMPT_SEGMENT, PADDING_SEGMENT or the number of a response
+    # (B, S): PROMPT_SEGMENT, PADDING_SEGMENT or the number of a response, plus GROUP x prompt
+    segments: Tensor
     position_ids: Tensor  # (axes, B, S)
     images: VisionInputs  # the distinct images of all rows, concatenated
     # (occurrences,): index of each occurrence's distinct image, row by row; None without images
@@ -108,14 +115,27 @@ def left_pad_prompts(prompts: Sequence[EncodedPrompt], pad: int) -> ModelInputs:
     return _build_inputs(rows, list(map(_image_slots, prompts)), pad, left=True)
 
 
-def pack_responses(responses: Sequence[Response], pad: int) -> PackedBatch:
-    """Pack responses into rows; consecutive ones to the same question share a row."""
+def pack_responses(
+    responses: Sequence[Response], pad: int, *, one_row: bool = False
+) -> PackedBatch:
+    """Pack responses into rows; consecutive ones to the same question share their prompt.
+
+    Args:
+        responses: Responses in order.
+        pad: Padding token id.
+        one_row: Whether all share a row without padding, instead of one row per prompt.
+    """
     groups = [list(group) for _, group in groupby(responses, lambda each: each.question)]
     rows, columns = zip(*map(_pack_row, groups), strict=True)
+    images = [_row_images(group) for group in groups]
+    numbers = [i for i, group in enumerate(groups) for _ in group]
+    if one_row:
+        rows, columns = _join_rows(rows, columns)
+        images, numbers = [[slot for own in images for slot in own]], [0] * len(numbers)
     lengths = [len(response.tokens) for response in responses]
     return PackedBatch(
-        inputs=_build_inputs(rows, [_row_images(group) for group in groups], pad),
-        row=torch.tensor([i for i, group in enumerate(groups) for _ in group]),
+        inputs=_build_inputs(rows, images, pad),
+        row=torch.tensor(numbers),
         column=pad_sequence([column for own in columns for column in own], batch_first=True),
         tokens=pad_sequence([response.tokens for response in responses], batch_first=True),
         mask=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
@@ -139,6 +159,18 @@ def _pack_row(group: Sequence[Response]) -> tuple[PackedRow, list[Tensor]]:
         positions.append(conversation.positions[:, :-1])
         segments += [number] * response.length
     return (torch.cat(ids), torch.cat(positions, 1), torch.tensor(segments)), columns
+
+
+def _join_rows(
+    rows: Sequence[PackedRow], columns: Sequence[list[Tensor]]
+) -> tuple[list[PackedRow], list[list[Tensor]]]:
+    """Return rows as a single one, and their predicting columns in it."""
+    ids, positions, segments = zip(*rows, strict=True)
+    starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
+    numbered = [own + GROUP * number for number, own in enumerate(segments)]
+    joined = torch.cat(ids), torch.cat(positions, 1), torch.cat(numbered)
+    moved = [[each + start for each in own] for own, start in zip(columns, starts, strict=False)]
+    return [joined], moved
 
 
 ImageSlot = tuple[Hashable, VisionInputs]  # identity of an image in a row, and its tensors
@@ -183,7 +215,9 @@ def _build_inputs(
     )
 
 
-def micro_batches(responses: Sequence[Response], budget: int, together: int = 1) -> Iterator[slice]:
+def micro_batches(
+    responses: Sequence[Response], budget: int, together: int = 1, *, one_row: bool = False
+) -> Iterator[slice]:
     """Yield slices of consecutive responses for micro-batches of limited size.
 
     The rows of a micro-batch, padded to the longest, have at most `budget` tokens, unless the
@@ -193,12 +227,14 @@ def micro_batches(responses: Sequence[Response], budget: int, together: int = 1)
         responses: Responses in order.
         budget: Maximum number of tokens.
         together: Number of consecutive responses that must be in the same micro-batch.
+        one_row: Whether they share a row without padding.
     """
     start, size = 0, _PackedSize()
     for i in range(0, len(responses), together):
         unit = responses[i : i + together]
         extended = size.extended(unit)
-        if i > start and extended.rows * extended.longest > budget:
+        tokens = extended.total if one_row else extended.rows * extended.longest
+        if i > start and tokens > budget:
             yield slice(start, i)
             start, extended = i, _PackedSize().extended(unit)
         size = extended
@@ -214,13 +250,16 @@ class _PackedSize:
     longest: int = 0  # tokens of the longest row
     row_length: int = 0  # tokens of the last row
     question: int | None = None  # of the last row
+    total: int = 0  # tokens of all rows
 
     def extended(self, responses: Sequence[Response]) -> "_PackedSize":
         """Return the size with further responses."""
         rows, longest, length, question = self.rows, self.longest, self.row_length, self.question
+        total = self.total
         for response in responses:
             joins = response.question == question  # the same row as the previous response
             length = response.length + (length if joins else len(response.prompt))
             rows, longest = rows + (not joins), max(longest, length)
+            total += response.length + (0 if joins else len(response.prompt))
             question = response.question
-        return _PackedSize(rows, longest, length, question)
+        return _PackedSize(rows, longest, length, question, total)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import Plan, suggest_divisor, suggest_multiple
+from flow_grpo.training.plan import Plan, check_divides, suggest_divisor, suggest_multiple
 from flow_grpo.vlm.fields import VlmSampleConfig, VlmTrainConfig
 from flow_grpo.vlm.losses import GIVEN_LOSSES
 
@@ -21,6 +21,8 @@ class VlmBatchPlan(Plan):
     inner_epochs: int
     max_batch_size: int  # samples per process that are generated together
     together: int = 1  # samples that must be in the same micro-batch: a pair of given responses
+    sequence_parallel: int = 1  # processes that train on a micro-batch together
+    tokens_per_batch: int = 0  # of a micro-batch
 
     def __post_init__(self) -> None:
         """Raise a UserError unless updates and processes divide the samples."""
@@ -91,17 +93,26 @@ class VlmBatchPlan(Plan):
 
     def rows(self) -> dict[str, str]:
         """Return the lines of `describe`: text by label."""
-        return {
+        rows = {
             "samples per epoch": f"{self.samples} = {self.questions} questions x "
             f"{self.group_size} responses",
             "sampled together": f"{self.batch_size} on each of {self.num_processes} processes",
             "samples per update": f"{self.samples // self.updates_per_pass}",
         }
+        if (size := self.sequence_parallel) > 1:
+            total = self.tokens_per_batch
+            rows["trained together"] = (
+                f"micro-batches of {total} tokens by {self.num_processes // size} groups of {size} "
+                f"processes: {math.ceil(total / size)} = {total} / train.sequence_parallel={size} "
+                "tokens on each"
+            )
+        return rows
 
 
 def build_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int) -> VlmBatchPlan:
     """Return the batch plan of a run for this world size."""
     check_tensor_parallel(sample.vllm_tensor_parallel, num_processes)
+    check_divides(train.sequence_parallel, num_processes, "train.sequence_parallel")
     given = GIVEN_LOSSES.get(train.loss)
     responses = 2 if given == "pairs" else 1
     return VlmBatchPlan(
@@ -112,6 +123,8 @@ def build_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: in
         inner_epochs=train.num_inner_epochs,
         max_batch_size=sample.batch_size,
         together=responses,
+        sequence_parallel=train.sequence_parallel,
+        tokens_per_batch=train.tokens_per_batch,
     )
 
 

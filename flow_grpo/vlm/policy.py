@@ -12,6 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flow_grpo.errors import UserError
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.training.distributed import (
     borrow_weights,
@@ -21,6 +22,7 @@ from flow_grpo.training.distributed import (
 )
 from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Reference
+from flow_grpo.vlm.attention import PACKED_ATTENTION
 from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.lora import attach_lora, select_lora_layers
@@ -28,6 +30,7 @@ from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.separate_critic import SeparateCritic, build_critic
+from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards
 
 
 class VlmPolicy(BasePolicy):
@@ -55,6 +58,7 @@ class VlmPolicy(BasePolicy):
         compute_dtype: Autocast dtype; None computes in the dtype of the weights.
         flex_attention: Whether to train with flex attention.
         compiled: Whether to compile the decoder layers.
+        weight_dtype: Dtype of trained weights, unless those of `model` are more precise.
         seed: Seed of a new LoRA's weights.
     """
 
@@ -77,6 +81,7 @@ class VlmPolicy(BasePolicy):
         compute_dtype: torch.dtype | None = None,
         flex_attention: bool = False,
         compiled: bool = False,
+        weight_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         self._processors = [part for part in processors if part is not None]
@@ -98,11 +103,12 @@ class VlmPolicy(BasePolicy):
             if family.tower is not None:
                 family.tower.requires_grad_(not freeze_vision)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        upcast_parameters(trained.values())
+        upcast_parameters(trained.values(), weight_dtype)
         if frozen is not None:
             # the same arithmetic as the policy's float32 weights: autocast casts only `cast` back
             cast, weights = linear_only_weights(frozen), dict(frozen.named_parameters())
-            upcast_parameters(weights[name] for name in trained if name not in cast)
+            others = (weights[name] for name in trained if name not in cast)
+            upcast_parameters(others, weight_dtype)
             self._frozen_reference = PolicyModel(frozen, **settings)
         self.network = PolicyModel(model, with_value=with_value, **settings)
         models = [model]
@@ -120,6 +126,27 @@ class VlmPolicy(BasePolicy):
         self._initial_lora = (
             Reference(self.sampled_parameters()) if use_lora and with_reference else None
         )
+
+    def split_columns(self, shards: SequenceShards) -> None:
+        """Train in a group of processes, each with a part of the columns; call it before `prepare`.
+
+        Raises:
+            UserError: If attention of the model is not computed by torch's SDPA, or if its layers
+                mix columns in another way than by attention.
+        """
+        decoder, family = self.model.get_decoder(), self.network.family
+        implementation = decoder.config._attn_implementation
+        is_full = family.shares_prompt and family.flex_attention  # with one mask for all layers
+        if implementation not in ("sdpa", PACKED_ATTENTION) or not is_full:
+            raise UserError(
+                f"is not supported for {type(self.model).__name__}: its layers exchange tokens in "
+                "other ways than by full attention",
+                field=FIELD,
+                value=shards.size,
+            )
+        for network in (self.network, self._frozen_reference):
+            if network is not None:
+                network.split_columns(shards)
 
     def describe(self) -> str:
         """Return one line about what is trained; call it before `prepare` shards the weights."""

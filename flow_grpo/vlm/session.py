@@ -9,6 +9,7 @@ from fractions import Fraction
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from transformers import AutoConfig
 
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
@@ -18,7 +19,8 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import SessionBuilder, StartFinder
 from flow_grpo.training.config_changes import check_same_goal
-from flow_grpo.training.distributed import Result, raise_on_all_ranks
+from flow_grpo.training.distributed import Result, get_ranks, raise_on_all_ranks
+from flow_grpo.training.plan import context_size
 from flow_grpo.training.resume import find_start
 from flow_grpo.training.session import BaseSession
 from flow_grpo.vlm.builders import (
@@ -39,6 +41,7 @@ from flow_grpo.vlm.fields import ENVIRONMENT, GAE, VLLM, VlmConfig
 from flow_grpo.vlm.given_responses import GivenResponses, tokenize_responses
 from flow_grpo.vlm.losses import GIVEN_LOSSES, build_loss
 from flow_grpo.vlm.losses.base import smoke_test_loss
+from flow_grpo.vlm.models import find_family
 from flow_grpo.vlm.multi_turn import EpisodeRunner
 from flow_grpo.vlm.plan import VlmBatchPlan, build_plan, check_tensor_parallel
 from flow_grpo.vlm.policy import VlmPolicy
@@ -46,6 +49,7 @@ from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import QuestionSets, build_questions
 from flow_grpo.vlm.rollout import GenerationBatch, RolloutEngine, Sample
 from flow_grpo.vlm.separate_critic import check_critic_model
+from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards, check_heads
 from flow_grpo.vlm.vllm_engine import check_vllm_platform, check_vllm_support
 
 logger = logging.getLogger("flow_grpo")
@@ -154,7 +158,8 @@ def build_session(
         loss = build_loss(config.train.loss, config.train)
         smoke_test_loss(loss, f"custom_losses.{config.train.loss}")
     _check_fsdp()
-    with SessionBuilder(config, autocast=False) as run:
+    group = context_size(config.train.sequence_parallel, num_processes)
+    with SessionBuilder(config, autocast=False, context_parallel=group, context_field=FIELD) as run:
         plan = _open_run(run, config, begin, num_processes)
         data = _load_questions(config, plan, run.accelerator)
         config = choose_engine(config, [*data.train, *data.test], run.accelerator)
@@ -165,6 +170,8 @@ def build_session(
         data, longest_prompt = _check_prompt_lengths(config, data, encoder, model, run.accelerator)
         data, given = _tokenize_given(config, data, encoder, model, run.accelerator)
         policy = build_policy(config, encoder, model, run.accelerator)
+        if (ranks := get_ranks(run.accelerator)).mesh is not None:
+            policy.split_columns(SequenceShards(ranks))
         logger.info("%-21s %s", "trained", policy.describe())
         run.add_policy(policy)
         questions = [*data.train, *data.test]
@@ -195,6 +202,13 @@ def _open_run(
         check_vllm_platform(accelerator.device)
         check_vllm_support(config.pretrained.model, config.pretrained.revision, tensor_parallel)
     check_tensor_parallel(tensor_parallel, accelerator.num_processes)
+    if (size := config.train.sequence_parallel) > 1:
+        source, revision = config.pretrained.model, config.pretrained.revision
+        find_family(source, revision)  # explains a model that cannot be read
+        check_heads(
+            size,
+            AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False),
+        )
     if config.train.critic_model:
         source, revision = config.pretrained.model, config.pretrained.revision
         check_critic_model(source, config.train.critic_model, revision)

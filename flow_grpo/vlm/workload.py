@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-from flow_grpo.config.fields import UNQUANTIZED
 from flow_grpo.data.early_checks import is_small
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.errors import UserError
@@ -18,7 +17,6 @@ from flow_grpo.training.scaling import (
     Collective,
     Workload,
     checkpoint_bytes,
-    describe_state,
     sharded_collectives,
     trained_collectives,
 )
@@ -110,20 +108,6 @@ def build_workload(
         checkpoint_bytes=checkpoint_bytes(trained, ema=config.train.ema),
         save_every=config.state_freq or config.save_freq,
         writes_in_background=config.use_lora,
-    )
-
-
-def describe_memory(config: VlmConfig, gpus: int, *, sharded: bool) -> str:
-    """Return the computed memory of a process; "" for models of unknown size or quantized ones."""
-    trained = count_trained_parameters(config)
-    if not trained or config.pretrained.base_precision != UNQUANTIZED:
-        return ""
-    return describe_state(
-        PARAMETERS[shape_of(config.pretrained.model)].all,
-        trained,
-        gpus=gpus,
-        sharded=sharded,
-        keeps_reference=config.train.beta > 0 and not config.use_lora,
     )
 
 

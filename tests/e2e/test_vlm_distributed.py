@@ -46,6 +46,8 @@ PAIR_RUNS = {
         "eval_questions": 0,
     },
 }
+# in two processes that train on each micro-batch together
+TOGETHER = {"episodes": EPISODES, "kto": GIVEN["kto"]}
 # in two processes only: rank 1 fails in batches of one, after an evaluation on rank 0
 BROKEN = {"run_name": "broken", "reward": "broken_on_rank_1", "sample.batch_size": 1}
 BROKEN |= {"eval_questions": 1}
@@ -78,8 +80,16 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
             )
         return found
 
+    def together() -> list[dict]:
+        found = []
+        for name, fields in TOGETHER.items():
+            data = given if name in GIVEN else {}
+            own = {**common, **batches[2], **data, **fields, "train.sequence_parallel": 2}
+            found.append({**own, "run_name": f"{name}-together", "logdir": str(folder / "2")})
+        return found
+
     small_vlm.write_pairs(folder / "pairs")
-    vlm_runs.run_on_two_processes([*runs(2), {**runs(2)[0], **BROKEN}])
+    vlm_runs.run_on_two_processes([*runs(2), *together(), {**runs(2)[0], **BROKEN}])
     for run_fields in runs(1):
         vlm_runs.run_recording(**run_fields)
     return {processes: folder / str(processes) for processes in (1, 2)}
@@ -149,3 +159,14 @@ def test_two_processes_train_the_same_weights_as_one(logdirs, name):
         torch.testing.assert_close(
             weights[0][parameter], weights[1][parameter], rtol=0, atol=1e-8, msg=parameter
         )
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_that_train_together_have_the_weights_of_one(logdirs, name):
+    """The processes exchange their samples, with images of observations."""
+    file = "checkpoints/latest/state/trained.safetensors"
+    one = load_file(logdirs[1] / name / file)
+    two = load_file(logdirs[2] / f"{name}-together" / file)
+    assert one.keys() == two.keys()
+    for parameter in one:
+        torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-10)

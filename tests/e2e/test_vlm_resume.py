@@ -110,21 +110,17 @@ def test_two_epochs_and_two_resumed_epochs_equal_four(new_runner):
 
 # functions in whose n-th call the resumed run is killed, and its last saved epoch at that time
 KILLS = [
-    # the first checkpoint is written but not published
-    ("flow_grpo.training.checkpoint_writer:_publish", 1, -1),
     ("flow_grpo.vlm.environment:EnvironmentPool.step", 3, 0),  # during episodes
-    ("flow_grpo.training.update:optimizer_step", 2, 0),  # between two updates
     # a checkpoint with half of its files
     ("flow_grpo.vlm.policy:VlmPolicy._write_lora", 1, 0),
     # published, but `latest` is the previous checkpoint
     ("flow_grpo.training.checkpoint_writer:update_link", 1, 1),
     ("flow_grpo.training.trackers:append_metrics", 1, 2),  # not yet in metrics.jsonl
-    ("os:fsync", 9, 2),  # while files of a checkpoint are flushed
 ]
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_that_is_killed_seven_times_resumes_bit_identically(new_runner):
+def test_a_run_of_episodes_that_is_killed_four_times_resumes_bit_identically(new_runner):
     uninterrupted, run = train_uninterrupted(new_runner(**EPISODES)), new_runner(**EPISODES)
     for target, number, reached in KILLS:
         command = run.command(**FIELDS, resume="auto")

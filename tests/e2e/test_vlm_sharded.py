@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import sequence_parallel_runs
 import small_vlm
 import torch
 import vlm_runs
@@ -28,6 +29,7 @@ RUNS = {
         "train.recompute_old": True,
     },
 }
+RESUMED_RUNS = ("whole", "stopped")  # log directories
 WEIGHTS = {
     "lora": ("lora/adapter_model", "ema_lora/adapter_model"),
     "full": ("model/model",),
@@ -73,6 +75,11 @@ def fsdp2(folder) -> Path:
     """Log directory of the FSDP2 runs; a run in half precision has another one."""
     half = runs(folder, "half", ["lora"], mixed_precision="bf16", **{"train.lora_path": ""})
     again = runs(folder, "fsdp2", ["full"], exact=True, **RESUMED)
+    # the optimizer in bfloat16: an uninterrupted run, and one that is resumed
+    fields = {"train.optimizer": "adamw_bf16", "mixed_precision": "bf16"}
+    whole = runs(folder, "whole", ["full"], **fields, num_epochs=2)
+    stopped = runs(folder, "stopped", ["full"], **fields)
+    half += [*whole, *stopped, {**stopped[0], **RESUMED}]
     vlm_runs.run_on_two_processes([*half, *runs(folder, "fsdp2", exact=True), *again], "fsdp2")
     return folder / "fsdp2"
 
@@ -110,6 +117,19 @@ def test_a_sharded_run_in_half_precision_has_lora_weights_in_float32(folder, fsd
 
 
 @pytest.mark.slow
+def test_the_optimizer_in_bfloat16_trains_sharded_weights_and_resumes_bit_for_bit(folder, fsdp2):
+    whole, resumed = (weights(folder / name / "full", "model/model") for name in RESUMED_RUNS)
+    for name, weight in whole.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, resumed[name])
+    start = load_file(folder / "model/model.safetensors")
+    changed = [name for name in start if not torch.equal(whole[name], start[name].bfloat16())]
+    assert len(changed) > len(start) / 2
+    [first, *_] = [line for line in metrics(folder / "whole/full") if "train/loss" in line]
+    assert first["train/first_update_ratio_dev"] == 0
+
+
+@pytest.mark.slow
 def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
     latest = fsdp2 / "full/checkpoints/latest"
     model, info = AutoModelForImageTextToText.from_pretrained(
@@ -128,6 +148,50 @@ def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
     for parameter, value in loaded.items():
         expected = saved[parameter.replace(".default", "")]
         torch.testing.assert_close(value.detach().double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sequence_parallel(folder) -> Path:
+    """Log directory of runs on four processes, as one group with DDP and as two with FSDP2."""
+    group = "train.sequence_parallel"
+    head = {"exact": True, "run_name": "head", "train.critic": "head", "train.recompute_old": True}
+    vlm_runs.run(**runs(folder, "alone", ["lora"], **head)[0])
+    one = runs(folder, "groups", ["lora"], **head, **{group: 4})
+    two = runs(folder, "groups", ["full"], exact=True, num_epochs=2, fsdp2=True, **{group: 2})
+    arguments = json.dumps([*one, *two]), str(folder / "errors.json")
+    vlm_runs.launch(4, sequence_parallel_runs.__file__, *arguments)
+    return folder / "groups"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head", "full"])
+def test_sequence_parallel_runs_have_the_weights_of_one_process(
+    one_process, sequence_parallel, name
+):
+    """Four processes exceed the two key and value heads, so pairs of them get the same one."""
+    one, two = (metrics(logdir / name) for logdir in (one_process, sequence_parallel))
+    for first, second in zip(one, two, strict=True):
+        assert first == pytest.approx(second, abs=1e-10)
+    assert [line["train/first_update_ratio_dev"] for line in two if "train/loss" in line] == (
+        [0.0] * len(one[1:])
+    )
+    for file in WEIGHTS["lora" if name == "head" else name]:
+        one, two = (weights(logdir / name, file) for logdir in (one_process, sequence_parallel))
+        assert one.keys() == two.keys()
+        for parameter in one:
+            assert one[parameter].dtype == torch.float64
+            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_sequence_parallel_passes_of_all_families_equal_those_of_one_process(
+    folder, sequence_parallel
+):
+    errors = json.loads((folder / "errors.json").read_text())
+    assert errors.keys() == {*sequence_parallel_runs.FAMILIES}
+    for family, found in errors.items():
+        assert len(found) > 20
+        assert max(found.values()) < 1e-10, (family, found)
 
 
 # Adam would amplify rounding errors of gradients close to zero. DeepSpeed clips the gradients of

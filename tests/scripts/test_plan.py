@@ -47,7 +47,7 @@ def test_a_vlm_run_with_sharded_weights():
     assert "weight all-gather of 7,509 MB" in found["communication"]
     assert "gradient reduce-scatter of 15,018 MB" in found["communication"]
     assert found["memory per GPU"].endswith("(not sharded)")
-    assert "GiB of all weights while sampling" in found["weights, optimizer"]
+    assert "of gathered weights" in found["memory of sampling"]
     assert "--config.eval_questions=N" in found["evaluation"]  # a dataset on the hub
 
 
@@ -98,6 +98,16 @@ def test_tokens_and_memory_with_context_parallelism():
     assert found["samples per group"].startswith("2 per epoch")
     assert found["tokens per GPU"] == "9,450 of 75,600 of a sample"
     assert found["memory per GPU"].startswith("44.7 GiB = 26.6 of weights + 2.0 of LoRA")
+
+
+def test_tokens_with_sequence_parallelism():
+    vlm = ("--config=config/vlm.py:tiny_vlm", "--world_size=4")
+    code, text = plan(*vlm, "--config.train.sequence_parallel=2")
+    assert code == 0, text
+    assert "by 2 groups of 2 processes: 8192 = 16384 / " in rows(text)["trained together"]
+    code, text = plan(*vlm, "--config.train.sequence_parallel=3")
+    assert code != 0
+    assert "train.sequence_parallel=3 does not divide the number of processes, 4" in text
 
 
 @pytest.mark.parametrize(

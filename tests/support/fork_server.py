@@ -29,20 +29,25 @@ from pathlib import Path
 SOCKET = "FLOW_GRPO_WARM_SOCKET"
 # interpreter with which a forked script starts other scripts; see `interpreter`
 INTERPRETER = "FLOW_GRPO_WARM_PYTHON"
+# a file to which a forked script writes the names of all imported modules when it ends
+IMPORTS = "FLOW_GRPO_WARM_IMPORTS"
 CHANGING_VARIABLES = re.compile(  # environment variables that no library reads at import
     r"PYTEST_CURRENT_TEST|FLOW_GRPO_.*|HF_MODULES_CACHE|REWARD_SERVER_TOKEN|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK|(ACCELERATE|DS|FSDP)_.*"
     r"|(.*_)?RANK|(.*_)?WORLD_SIZE|ROLE_NAME|(MASTER|TORCHELASTIC|TORCH_NCCL|_MLFLOW)_.*"
-    rf"|{SOCKET}|{INTERPRETER}"
+    rf"|{SOCKET}|{INTERPRETER}|{IMPORTS}"
 )
 
 
-def run(arguments: list[str], *, cwd: Path, env: dict[str, str], timeout: float):
+def run(
+    arguments: list[str], *, cwd: Path, env: dict[str, str], timeout: float, light: bool = False
+):
     """Run a script with arguments, like `subprocess.run`.
 
     Return None if the environment differs in a variable that libraries may have read at import.
+    With `light`, the script is forked from a server that has imported the settings only.
     """
     with (
-        _connect(address(env)[SOCKET]) as channel,
+        _connect(address(env, light)[SOCKET]) as channel,
         open(os.devnull, "rb") as nothing,
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
@@ -67,9 +72,9 @@ def _folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="warm-")
 
 
-def address(env: dict[str, str]) -> dict[str, str]:
+def address(env: dict[str, str], light: bool = False) -> dict[str, str]:
     """Return the variables that a proxy process needs, and start the server if necessary."""
-    path = Path(_folder().name, "socket")
+    path = Path(_folder().name, "light" if light else "socket")
     if not path.exists():
         kept = ("PYTHONPATH",)
         _start(
@@ -106,7 +111,7 @@ def _start(path: Path, env: dict[str, str]) -> None:
         listener.listen(64)
         _started.append(
             subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(listener.fileno())],
+                [sys.executable, __file__, f"--serve-{path.name}", str(listener.fileno())],
                 pass_fds=[listener.fileno()],
                 env=env,
                 stdin=subprocess.PIPE,
@@ -216,7 +221,10 @@ def run_and_exit(arguments: list[str]) -> None:
 
     The teardown would copy all memory that is shared with the server, which takes half a second.
     """
+    sys.orig_argv = [sys.executable, *arguments]
     sys.argv, status = arguments, 0
+    if IMPORTS in os.environ:
+        _record_imports(Path(os.environ[IMPORTS]))
     try:
         if arguments[0] == "-m":
             del sys.argv[0]
@@ -234,8 +242,26 @@ def run_and_exit(arguments: list[str]) -> None:
     os._exit(status)
 
 
-if __name__ == "__main__" and sys.argv[1] != "--serve":
+def _record_imports(file: Path) -> None:
+    leave = os._exit  # our scripts call it too
+
+    def record_and_leave(status: int) -> None:
+        file.write_text("\n".join(sys.modules))
+        leave(status)
+
+    os._exit = record_and_leave
+
+
+if __name__ == "__main__" and not sys.argv[1].startswith("--serve-"):
     forward_signals(sys.argv[1:])
+elif __name__ == "__main__" and sys.argv[1] == "--serve-light":
+    import flow_grpo.config.command_line
+    import flow_grpo.diffusion.config_checks
+    import flow_grpo.diffusion.presets
+    import flow_grpo.vlm.config_checks
+    import flow_grpo.vlm.presets
+
+    run_and_exit(serve(socket.socket(fileno=int(sys.argv[2]))))
 elif __name__ == "__main__":
     import accelerate  # noqa: F401
     import diffusers.guiders  # noqa: F401

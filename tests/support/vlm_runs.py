@@ -112,8 +112,13 @@ def read_metrics(session: VlmSession) -> list[dict]:
 
 def run_on_two_processes(runs: list[dict], *engine: str) -> None:
     """Execute the runs one after the other in the same two processes."""
+    launch(2, __file__, json.dumps(runs), *engine)
+
+
+def launch(processes: int, *command: str) -> None:
+    """Run a script with its arguments in several processes."""
     done = subprocess.run(
-        [*torchrun(), __file__, json.dumps(runs), *engine],
+        [*torchrun(processes), *command],
         cwd=ROOT,
         env={**environment(warmed=True), "DS_ACCELERATOR": "cpu"},
         capture_output=True,

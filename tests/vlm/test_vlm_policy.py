@@ -367,6 +367,10 @@ def test_micro_batches_respect_the_token_budget_and_the_order(prompts, sampled):
     assert list(micro_batches(rows, budget=whole)) == [slice(0, len(rows))]
     assert len(list(micro_batches(rows, budget=whole - 1))) == 2
     assert len(list(micro_batches(rows, budget=1))) == len(rows)
+    joined = pack_responses(rows, small_vlm.PAD, one_row=True).inputs.input_ids.numel()
+    assert joined < whole
+    assert list(micro_batches(rows, budget=joined, one_row=True)) == [slice(0, len(rows))]
+    assert len(list(micro_batches(rows, budget=joined - 1, one_row=True))) == 2
 
 
 def test_prompt_length_matches_the_encoded_prompt(network, prompts, tmp_path):

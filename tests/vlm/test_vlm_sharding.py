@@ -5,13 +5,17 @@ import small_vlm
 import torch
 import vlm_runs
 from torch import nn
+from transformers import Qwen2Config
 from user_errors import raises_user_error
 
-from flow_grpo.training.distributed import borrow_weights, copy_without_weights
+from flow_grpo.training.distributed import Ranks, borrow_weights, copy_without_weights
+from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.decoding import DecodingStep
+from flow_grpo.vlm.fields import get_config
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
 from flow_grpo.vlm.policy import VlmPolicy, build_sampling_copy
+from flow_grpo.vlm.sequence_parallel import SequenceShards, check_heads
 from flow_grpo.vlm.session import build_session
 
 
@@ -92,6 +96,30 @@ def test_half_precision_sampling_copy_computes_the_same(tmp_path, use_lora):
         ours, theirs = (DecodingStep(each).weights for each in (sampling_copy, network))
         assert ours.keys() <= theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "key_heads", "shown"),
+    [(3, 4, 2, "the 4 attention heads"), (4, 12, 6, "the 6 key and value heads")],
+)
+def test_a_group_must_suit_the_attention_heads(size, heads, key_heads, shown):
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=key_heads)
+    with raises_user_error(f"train.sequence_parallel={size}", shown):
+        check_heads(size, config)
+    for valid in (2, 6, 12):
+        check_heads(valid, Qwen2Config(num_attention_heads=12, num_key_value_heads=6))
+
+
+def test_recurrent_layers_and_unsupported_settings_reject_groups():
+    shards = SequenceShards(Ranks(0, 1, 0, 2))
+    with raises_user_error("train.sequence_parallel=2", "Qwen3_5ForConditionalGeneration"):
+        VlmPolicy(small_vlm.build("qwen3_5"), processors=[]).split_columns(shards)
+    for fields in ({"compile": True}, {"train.loss": "bradley_terry"}):
+        config = vlm_runs.make_config(**{"train.sequence_parallel": 2, **fields})
+        if "train.loss" in fields:
+            config.reward_fn, config.sample.group_size = get_config().reward_fn, 8
+        with raises_user_error("train.sequence_parallel=2"):
+            check_config(config)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ KEYS = {
     "algorithm.filter_low": derived("sample.filter_low"),
     "algorithm.filter_high": derived("sample.filter_high"),
     f"{ACTOR}.global_batch_size": derived("train.updates_per_epoch"),
+    f"{ACTOR}.ulysses_size": to("train.sequence_parallel"),
     f"{ACTOR}.max_grad_norm": to("train.max_grad_norm"),
     f"{ACTOR}.clip_ratio_low": derived("train.clip_low"),
     f"{ACTOR}.clip_ratio_high": derived("train.clip_high"),
@@ -130,8 +131,8 @@ KEYS = {
     f"{ACTOR}.optim.lr": to("train.learning_rate"),
     f"{ACTOR}.optim.betas": derived("train.adam_beta2"),
     f"{ACTOR}.optim.weight_decay": to("train.adam_weight_decay"),
-    f"{ACTOR}.optim.strategy": none(
-        "AdamW states are float32, or 8-bit with train.use_8bit_adam=True", "adamw"
+    f"{ACTOR}.optim.strategy": to(
+        "train.optimizer", {"adamw": "adamw", "adamw_bf16": "adamw_bf16"}
     ),
     f"{ACTOR}.optim.lr_warmup_steps": to("train.lr_warmup_steps"),
     f"{ACTOR}.optim.lr_warmup_ratio": none(
@@ -183,7 +184,6 @@ KEYS = {
 }
 GROUPS = {
     f"{ACTOR}.micro_batch_size_*": MEMORY,
-    f"{ACTOR}.ulysses_size": "sequence parallelism is not supported",
     f"{ACTOR}.strategy": "the accelerate config selects DDP, DeepSpeed or FSDP2",
     f"{ACTOR}.fsdp.*": "configure FSDP2 in scripts/accelerate_configs/fsdp2.yaml",
     f"{ROLLOUT}.val_override_config*": "evaluation is greedy; flow-grpo evaluate --n samples",

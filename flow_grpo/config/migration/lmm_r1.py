@@ -66,6 +66,7 @@ KEYS = {
     # updates
     "train_batch_size": derived("train.updates_per_epoch"),
     "micro_train_batch_size": none(MEMORY),
+    "ring_attn_size": to("train.sequence_parallel"),
     "max_epochs": to("train.num_inner_epochs"),
     "max_global_steps": to("num_epochs"),
     "num_episodes": none(
@@ -176,7 +177,7 @@ GROUPS = {
     "deepcompile": DEEPSPEED,
     "gradient_checkpointing_use_reentrant": "activation checkpointing is not re-entrant",
     "full_determinism": "samples depend only on seed, epoch and index",
-    "ring_*": "sequence parallelism is not supported",
+    "ring_head_stride": "sequences are exchanged between heads, not in a ring",
     "ref_reward_offload": "the reference is the model without LoRA, or sharded like the policy",
     "perf": "see docs/performance.md",
 }

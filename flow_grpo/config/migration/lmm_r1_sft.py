@@ -20,7 +20,8 @@ from flow_grpo.config.migration.counterparts import (
 from flow_grpo.config.migration.lmm_r1 import GROUPS, KEYS, derive_data, derive_run
 
 SAME = str.split(
-    "pretrain eval_dataset input_key max_samples micro_train_batch_size apply_chat_template "
+    "pretrain eval_dataset input_key max_samples micro_train_batch_size ring_attn_size "
+    "apply_chat_template "
     "input_template adam_betas l2 max_norm lr_warmup_ratio aux_loss_coef seed lora_rank "
     "lora_alpha target_modules lora_dropout exclude_modules load_in_4bit bf16 "
     "gradient_checkpointing adam_offload zero_stage save_path max_ckpt_num load_checkpoint "

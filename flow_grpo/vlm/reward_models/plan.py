@@ -85,6 +85,13 @@ def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
                 value=value,
                 hint=f"reset it to {unset!r}",
             )
+    if settings.train.sequence_parallel > 1:
+        raise UserError(
+            f"is not supported with train.loss={BRADLEY_TERRY!r}",
+            field="train.sequence_parallel",
+            value=settings.train.sequence_parallel,
+            hint="reset it to 1",
+        )
     parse_trackers(settings.log_with)
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
     return resolve_settings_paths(settings)

@@ -73,9 +73,6 @@ SEEING = {  # rewards of runs with source images
     "reward_fn": {"jpeg_compressibility": 1.0, "bright": 1.0},
     "custom_rewards": {"bright": f"{__name__}:brightness"},
 }
-EDITORS = pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.num_sources], indirect=True, ids=str
-)
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)
@@ -288,7 +285,13 @@ def test_layers_that_transformers_keeps_in_float32_stay_so(dtype, kept):
     assert not any(p.requires_grad for p in module.parameters())
 
 
-@EDITORS
+# with one image, two, images that the text encoder sees, a first frame, all frames
+@pytest.mark.parametrize(
+    "family",
+    [BY_NAME[name] for name in ("flux_kontext", "flux2", "qwen_image_edit", "wan22", "wan_v2v")],
+    indirect=True,
+    ids=str,
+)
 def test_source_images_are_cached_by_content(family, folder, tmp_path, monkeypatch):
     """The key depends on content and size, but not on the file name."""
     content, other = (make_images(text, family.num_sources) for text in "ab")
@@ -681,7 +684,15 @@ def check_lora(policy: Policy, adapter: ModelAdapter, expected: set[str], folder
         assert all(torch.equal(saved.for_model("transformer")[n], w) for n, w in trained.items())
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        *((family, True) for family in FAMILIES),
+        *((family, False) for family in FAMILIES if family.unused_layers or family.experts),
+    ],
+    indirect=["family"],
+    ids=str,
+)
 def test_every_lora_layer_gets_a_gradient_except_unused_ones(family, folder, own, tmp_path):
     """With an own LoRA on all linear layers, or an external one on all default layers."""
     size = Size(32, 32, family.frames)
