@@ -94,7 +94,7 @@ def build_scorers(
         options: Keyword arguments by name.
         policy: Retries and timeout.
         run: Name of the run, passed to reward classes that have a `run` parameter.
-        draw: How the rewards drawn:NAME draw responses; options of such a reward override it.
+        draw: Settings of the rewards drawn:NAME; the options of such a reward override them.
 
     Raises:
         UserError: For an unknown reward or option, or options of a reward that a server scores.
@@ -181,7 +181,7 @@ def _build_drawn(
     drawn: Mapping[str, str], settings: "Mapping[str, DrawSettings]", *, device: str, **others: Any
 ) -> dict[str, Scorer]:
     """Build the rewards drawn:NAME from their image rewards, and load the diffusion models."""
-    from flow_grpo.rewards.drawn import build_drawn_rewards  # late: it needs torch
+    from flow_grpo.rewards.drawn import build_drawn_rewards  # imported late, because it needs torch
 
     inner = build_scorers(dict.fromkeys(drawn.values()), device=device, **others)
     return build_drawn_rewards({n: inner[i] for n, i in drawn.items()}, settings, device)

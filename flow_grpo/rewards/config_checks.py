@@ -87,10 +87,10 @@ def check_reward_fields(settings: "RewardFields") -> None:
     names = [*settings.reward_fn, *settings.eval_weights()]
     if settings.second_reward in {**settings.reward_fn, **settings.eval_reward_fn}:
         raise UserError(
-            "is in reward_fn or eval_reward_fn as well",
+            "is already in reward_fn or eval_reward_fn",
             field="second_reward",
             value=settings.second_reward,
-            hint="choose a reward that is not trained, or leave it empty",
+            hint="choose another reward, or leave it empty",
         )
     for name, urls in settings.reward_servers.items():
         if not isinstance(urls, str):

@@ -1,4 +1,4 @@
-"""Section `draw` of the config, for rewards that draw responses (drawn.py)."""
+"""Define the config section `draw` of rewards that draw responses (drawn.py)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,12 +14,12 @@ SECTION = "draw"
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Section `draw`: the diffusion model that draws responses for rewards named drawn:NAME."""
+    """Section `draw`: the diffusion model that draws responses for the rewards drawn:NAME."""
 
     model: str = setting(
         "",
         "Text-to-image model that draws responses for the rewards drawn:NAME, such as drawn:ocr: "
-        "a diffusers pipeline, as directory or hub id. See docs/vlm/prompt_enhancer.md.",
+        "directory or hub id of a diffusers pipeline. See docs/vlm/prompt_enhancer.md.",
     )
     lora: str = setting(
         "",
@@ -28,25 +28,25 @@ class DrawSettings:
     )
     prompt_key: str = setting(
         "",
-        "Column with the prompt that images are scored against; empty for the question itself.",
+        "Column with the prompt that images are scored against; empty for the question.",
     )
     images: int = setting(
         1,
-        "Images per response, each from its own noise; their scores are averaged.",
+        "Images per response, each from different noise; their scores are averaged.",
         at_least=1,
         at_most=256,
     )
-    num_steps: int = setting(20, "Sampling steps of an image.", at_least=1, at_most=1000)
+    num_steps: int = setting(20, "Sampling steps per image.", at_least=1, at_most=1000)
     guidance_scale: float = setting(4.5, "Guidance scale; 1 or less for none.", at_least=0)
     height: int = setting(512, "Height of the images in pixels.", at_least=8, at_most=2**14)
     width: int = setting(512, "Width of the images in pixels.", at_least=8, at_most=2**14)
     max_sequence_length: int = setting(
-        256, "Maximum tokens of a prompt.", at_least=1, at_most=2**14
+        256, "Maximum number of tokens of a prompt.", at_least=1, at_most=2**14
     )
-    batch_size: int = setting(16, "Images drawn at the same time.", at_least=1, at_most=2**14)
+    batch_size: int = setting(16, "Images generated at the same time.", at_least=1, at_most=2**14)
     seed: int = setting(
         0,
-        "Seed of the noise, with the question and the number of the image.",
+        "Seed of the noise, combined with the question and the index of the image.",
         at_least=0,
         at_most=2**64 - 1,
     )
@@ -60,8 +60,8 @@ class DrawSettings:
     )
     offload: bool = setting(
         False,
-        "Move the diffusion model to CPU memory while the language model trains; for a GPU that "
-        "both share.",
+        "Move the diffusion model to CPU memory while the language model trains, if both share "
+        "a GPU.",
     )
 
 

@@ -9,12 +9,12 @@ PREFIX = "drawn:"
 
 
 def image_reward_of(name: str) -> str | None:
-    """Return the image reward that a reward `drawn:NAME` scores with; None for another reward."""
+    """Return NAME of a reward `drawn:NAME`; None for any other reward."""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
 
 
 def drawn_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the rewards drawn:NAME among `names`, with their image rewards."""
+    """Return the rewards drawn:NAME among `names`, mapped to their image rewards."""
     return {name: inner for name in names if (inner := image_reward_of(name)) is not None}
 
 
@@ -25,7 +25,7 @@ def check_drawn_names(names: Iterable[str], custom: Collection[str]) -> None:
         if inner not in known:
             nearest = did_you_mean(inner, known).replace("did you mean ", f"did you mean {PREFIX}")
             raise UserError(
-                f"needs an image reward after {PREFIX!r}, and {inner!r} is none",
+                f"needs an image reward after {PREFIX!r}, but {inner!r} is not one",
                 field=f"reward {name!r}",
                 hint=nearest or f"use one of {', '.join(sorted(known))}",
             )

@@ -313,7 +313,7 @@ def _check_given(settings: VlmConfig) -> None:
 
 
 def _check_rewards(settings: VlmConfig) -> None:
-    """Reject built-in rewards that score images, and invalid settings of those that draw."""
+    """Reject built-in image rewards, and invalid settings of the rewards drawn:NAME."""
     for name in (*settings.reward_fn, *settings.eval_weights()):
         elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
         if name in REWARDS and name not in TEXT_REWARDS and not elsewhere:
@@ -330,7 +330,7 @@ def _check_rewards(settings: VlmConfig) -> None:
         draw_settings(name, settings.draw, settings.reward_options.get(name, {}))
     if settings.draw.model and not drawn:
         raise UserError(
-            "has no effect without a reward that draws",
+            "has no effect without a reward drawn:NAME",
             field="draw.model",
             value=settings.draw.model,
             hint="add one to reward_fn, such as drawn:ocr, or unset it",

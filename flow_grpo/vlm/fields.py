@@ -382,7 +382,7 @@ class VlmTrainConfig(shared.TrainFields):
     critic_model: str = setting(
         "",
         "Directory or hub id of the model that the critic starts from, of the same family as the "
-        "policy. Unset, pretrained.model.",
+        "policy; empty for pretrained.model.",
         requires="train.critic=separate",
     )
     critic_learning_rate: float | None = setting(

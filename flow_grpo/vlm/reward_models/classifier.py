@@ -73,16 +73,16 @@ def build_classifier(
 
 
 def set_statistics(config: PretrainedConfig, statistics: tuple[float, float] | None) -> None:
-    """Store mean and standard deviation of the scores of test pairs, if known, in a config.
+    """Store the mean and standard deviation of the test pairs' scores in a config, if known.
 
-    OpenRLHF and LMM-R1 do so (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18).
+    OpenRLHF and LMM-R1 do the same (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18).
     """
     if statistics is not None:
         config.mean, config.std = statistics
 
 
 def read_statistics(file: Path) -> tuple[float, float] | None:
-    """Return the statistics that a file with a score head contains, or None."""
+    """Return the statistics stored in the file of a score head, or None."""
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata() or {}
     if not {*STATISTICS} <= metadata.keys():

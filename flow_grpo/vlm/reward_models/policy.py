@@ -38,7 +38,7 @@ class RewardModelPolicy(VlmPolicy):
         if model.lm_head.weight is not model.get_input_embeddings().weight:
             model.lm_head.requires_grad_(False)  # a score does not depend on it
         self._pad_token_id = pad_token_id
-        # mean and standard deviation of the scores of the test pairs, once they are known
+        # mean and standard deviation of the test pairs' scores, once known
         self.score_statistics: tuple[float, float] | None = None
 
     def scores(self, batch: PackedBatch) -> Tensor:
