@@ -128,11 +128,11 @@ class VlmPolicy(BasePolicy):
         )
 
     def split_columns(self, shards: SequenceShards) -> None:
-        """Train in a group of processes, each with a part of the columns; call it before `prepare`.
+        """Divide columns among the processes of a group in training; call before `prepare`.
 
         Raises:
-            UserError: If attention of the model is not computed by torch's SDPA, or if its layers
-                mix columns in another way than by attention.
+            UserError: If the model's attention does not use torch's SDPA, or if its layers mix
+                columns by other means than attention.
         """
         decoder, family = self.model.get_decoder(), self.network.family
         implementation = decoder.config._attn_implementation
