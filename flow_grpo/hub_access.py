@@ -45,8 +45,8 @@ def check_hub_access(
 ) -> None:
     """Reject a hub id that does not exist, may not be read, or cannot be reached.
 
-    Local paths and cached repositories are accepted without a request, and so are names on
-    ModelScope if its package is installed.
+    Local paths and cached repositories are accepted without a request, as are names on ModelScope
+    if its package is installed.
 
     Args:
         option: Setting or option that names the repository, for the message.

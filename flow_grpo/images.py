@@ -91,7 +91,7 @@ def resize_and_crop(source: ImageSource, width: int, height: int) -> Image.Image
 
 
 def fit_image(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Resize an image to cover the target size, and crop the center."""
+    """Resize an image to cover the target size and crop the center."""
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 

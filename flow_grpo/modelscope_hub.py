@@ -1,7 +1,7 @@
-"""Models and datasets of ModelScope (https://modelscope.cn): `modelscope:owner/name`.
+"""Download models and datasets of ModelScope (https://modelscope.cn): `modelscope:owner/name`.
 
-The `modelscope` package downloads them to its own cache, from which later runs read them; what is
-read is then a local directory.
+The `modelscope` package downloads them to its own cache, which later runs reuse. All other code
+reads the local directory of the download.
 """
 
 import re
@@ -43,12 +43,12 @@ def check_modelscope(source: str, field: str) -> None:
 def local_model(
     source: str, revision: str = DEFAULT_REVISION, field: str = "pretrained.model"
 ) -> str:
-    """Return the directory of a downloaded model of ModelScope; other sources unchanged.
+    """Download a model of ModelScope and return its directory; return other sources unchanged.
 
     Args:
         source: Directory, hub id, or name with the prefix of ModelScope.
         revision: Revision, unless the name contains one.
-        field: Setting that errors name.
+        field: Name of the setting, for error messages.
     """
     return _download(source, revision, field, "model") if is_modelscope(source) else source
 
@@ -58,8 +58,8 @@ def download_modelscope_dataset(source: str, field: str, patterns: Sequence[str]
 
     Args:
         source: Name with the prefix of ModelScope.
-        field: Setting that errors name.
-        patterns: Globs of the files to download; all without any.
+        field: Name of the setting, for error messages.
+        patterns: Globs of the files to download; empty for all files.
     """
     return _download(source, DEFAULT_REVISION, field, "dataset", tuple(patterns))
 
@@ -77,7 +77,7 @@ def _download(
     download = hub.snapshot_download if kind == "model" else hub.dataset_snapshot_download
     try:
         folder = download(name, **options)
-        if folder is None:  # it logs the cause
+        if folder is None:  # modelscope has logged the cause
             raise OSError("no file list")
         return str(folder)
     except Exception as error:  # many types: no network, unknown name, access denied

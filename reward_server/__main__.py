@@ -15,7 +15,7 @@ from typing import Any
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.custom import import_scorer
-from flow_grpo.rewards.draw_settings import check_drawn_names, drawn_names, image_reward_of
+from flow_grpo.rewards.drawn_names import check_drawn_names, drawn_names, image_reward_of
 from flow_grpo.rewards.failure import describe_error
 from flow_grpo.rewards.protocol import Scorer, constructor_parameters
 from flow_grpo.rewards.workers.supervisor import supervise

@@ -1,10 +1,10 @@
-"""Write requests for signs in many wordings, the data set of the preset `tiny_enhancer`.
+"""Write requests for signs in many wordings, the dataset of the preset `tiny_enhancer`.
 
     python scripts/make_sign_requests.py --out new/sign_requests
 
 A row has the request (`question`), such as `sign DOG crisp`, and the prompt that its image is
-scored against (`prompt`), such as `a sign that says "DOG"`. The words of the train and test split
-are those of dataset/ocr.
+scored against (`prompt`), such as `a sign that says "DOG"`. The train and test splits use the words
+of the splits of dataset/ocr.
 """
 
 import argparse

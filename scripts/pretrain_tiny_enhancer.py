@@ -2,9 +2,9 @@
 
     python scripts/pretrain_tiny_enhancer.py --out new/tiny-enhancer
 
-The model copies the word of a request into one of nine prompts, most of which tiny-sd3 renders
-badly, because it was trained with a single wording. The shares of `REWRITES` are those of the
-training data, so that there is something to learn for reinforcement learning.
+The model copies the word of a request into one of nine prompt templates. tiny-sd3 was trained with
+a single wording and renders most of the others badly. `REWRITES` sets the share of each template in
+the training data, which leaves room for improvement by reinforcement learning.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 ROOT = Path(__file__).parents[1]
-TOKENIZER = ROOT / "assets/tiny-text"  # one token per character, to which words are added
+TOKENIZER = ROOT / "assets/tiny-text"  # one token per character; words are added
 REWRITES = {  # share of each prompt; the first is the wording that tiny-sd3 was trained with
     'a sign that says "{word}"': 0.06,
     'a sign says "{word}"': 0.08,
@@ -67,9 +67,9 @@ def build_model(seed: int, vocabulary: int, words: list[int], layers: int = 2) -
     model = Qwen3ForCausalLM(config)
     embeddings = model.get_input_embeddings().weight.data
     embeddings.normal_(std=EMBEDDING_STD)
-    # A component that all words of signs share: attention finds the word to copy at once.
+    # The words of signs share a component, by which attention finds the word to copy.
     embeddings[words] += EMBEDDING_STD * torch.randn(embeddings.shape[1])
-    for layer in model.model.layers:  # attention starts as a copy of the tokens that it attends to
+    for layer in model.model.layers:  # attention initially copies the tokens that it attends to
         values = torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight.data)
         layer.self_attn.o_proj.weight.data = values.T.clone()
     model.generation_config = GenerationConfig(
@@ -81,7 +81,7 @@ def build_model(seed: int, vocabulary: int, words: list[int], layers: int = 2) -
 def build_tokenizer() -> PreTrainedTokenizerBase:
     """Return the tokenizer of tiny-text with a token for every word of the requests and prompts.
 
-    Whole words make sequences short, and copying the word of a request easy to learn.
+    With whole words, sequences are short and copying the word of a request is easy to learn.
     """
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
     texts = " ".join([*REQUESTS, *REWRITES]).replace("{word}", " ")
@@ -138,7 +138,7 @@ def save(
     """Write the model in half precision, its tokenizer and the losses."""
     check_fits_fp16(model)
     model.half().save_pretrained(folder)
-    config = folder / "config.json"  # loaded in float32, as the other small models
+    config = folder / "config.json"  # loaded in float32, like the other small models
     config.write_text(config.read_text().replace("float16", "float32"))
     tokenizer.save_pretrained(folder)
     every = max(1, len(losses) // 100)

@@ -84,7 +84,7 @@ def main() -> None:
     convert.add_argument("source", type=Path, metavar="IN", help="file written by torch.save")
     convert.add_argument("target", type=Path, metavar="OUT", help="new .safetensors file")
     convert.add_argument(
-        "--modules", action="store_true", help="IN contains a module instead of a state dict"
+        "--modules", action="store_true", help="IN contains a whole module instead of a state dict"
     )
     convert.add_argument("--sha256", default="", metavar="DIGEST", help="expected checksum of IN")
     args = parser.parse_args()

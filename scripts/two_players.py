@@ -1,9 +1,9 @@
-"""Train a prompt enhancer and the diffusion model that draws its prompts, in turns.
+"""Alternately train a prompt enhancer and the diffusion model that draws its prompts.
 
     python scripts/two_players.py --seeds 1 2 3 --rounds 2 --out docs/results/two_players \\
         [--enhancer-config config/vlm.py:tiny_enhancer] [--diffusion-config config/grpo.py:tiny_ocr]
 
-In each round the enhancer is trained on drawings of the current diffusion model. It then rewrites
+In each round, the enhancer is trained on images of the current diffusion model. It then rewrites
 the training requests, and the diffusion model is trained on the rewritten prompts; its images are
 scored against the users' prompts. The table has the held-out score of all four combinations:
 neither, the enhancer, the diffusion LoRA, and both. Repeat the command to resume.
@@ -25,13 +25,13 @@ from flow_grpo.rewards.scorers.ocr import OcrScorer
 from flow_grpo.rewards.text.response_format import extract_prompt
 
 SCRIPTS = Path(__file__).parent
-TARGET = "target"  # column of rewritten prompts: what their images are scored against
+TARGET = "target"  # column with the prompt that images of a rewritten prompt are scored against
 SCORE = "drawn:ocr"
 COMBINATIONS = ("neither", "enhancer", "diffusion LoRA", "both")
 
 
 class OcrOfRequest(OcrScorer):
-    """The OCR reward of a rewritten prompt, scored against the column `target`."""
+    """OCR reward that scores images of rewritten prompts against the column `target`."""
 
     def __call__(self, images, prompts, metadata):
         return super().__call__(images, [row[TARGET] for row in metadata], metadata)
@@ -50,7 +50,7 @@ def run(script: str, *arguments: str) -> None:
 def train_enhancer(
     args: argparse.Namespace, folder: Path, seed: int, previous: Path | None
 ) -> Path:
-    """Train the enhancer of a round, against the diffusion LoRA of the previous one; return it."""
+    """Train the enhancer of a round with the previous diffusion LoRA; return its directory."""
     name = folder.name + "-enhancer"
     model = folder.parent / name / "checkpoints/latest/model"
     if not model.exists():
@@ -88,7 +88,7 @@ def train_diffusion(
 
 
 def rewrite(model: Path, data: Path, out: Path) -> Path:
-    """Rewrite the requests of a data set greedily; write them as prompts of a diffusion run."""
+    """Rewrite the requests of a dataset greedily and write them as a dataset of prompts."""
     if not (out / "test.jsonl").exists():
         for split in ("train", "test"):
             lines = (data / f"{split}.jsonl").read_text("utf-8").splitlines()
@@ -106,7 +106,7 @@ def rewrite(model: Path, data: Path, out: Path) -> Path:
 
 
 def generate(model: Path, requests: list[str], batch_size: int = 64) -> list[str]:
-    """Return the greedy rewrites of requests, "" for an empty one."""
+    """Return the greedy rewrites of requests; a rewrite may be empty."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,7 +142,7 @@ def evaluate(args: argparse.Namespace, folder: Path, model: Path, lora: Path) ->
 
 
 def play(args: argparse.Namespace, seed: int) -> list[float]:
-    """Train both players of a seed in turns; return the scores of the combinations."""
+    """Alternately train both models with one seed; return the scores of the combinations."""
     previous = None
     for number in range(1, args.rounds + 1):
         folder = args.logdir.resolve() / f"seed{seed}-round{number}"

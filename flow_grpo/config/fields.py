@@ -121,8 +121,8 @@ class RewardFields:
     eval_reward_fn: dict = setting({}, "Rewards and weights for evaluation; empty uses reward_fn.")
     second_reward: str = setting(
         "",
-        "Reward that only evaluations compute, with weight 0; the health checks warn if it falls "
-        "while the trained rewards rise.",
+        "Additional reward that only evaluations compute, with weight 0; a health check warns if "
+        "it falls while the trained rewards rise.",
     )
     custom_rewards: dict = setting({}, 'Custom rewards: {"mine": "my_pkg.my_module:my_reward"}.')
     reward_options: dict = setting(
@@ -151,16 +151,16 @@ class RewardFields:
     )
 
     def eval_weights(self, trained: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the weights of the evaluation rewards, by default those of training.
+        """Return the weights of the evaluation rewards, by default the training rewards.
 
         Args:
-            trained: Weights in training; None for `reward_fn`.
+            trained: Weights of the training rewards; None for `reward_fn`.
         """
         weights = self.eval_reward_fn or (self.reward_fn if trained is None else trained)
         return {**weights, **self.second_weight()}
 
     def second_weight(self) -> dict[str, float]:
-        """Return `second_reward` with weight 0; {} if there is none."""
+        """Return `second_reward` with weight 0; empty if it is not set."""
         return {self.second_reward: 0.0} if self.second_reward else {}
 
 

@@ -22,7 +22,7 @@ from flow_grpo.modelscope_hub import download_modelscope_dataset, is_modelscope,
 def is_hub_name(source: str) -> bool:
     """Return whether a name has the form owner/name and is not a mistyped local path.
 
-    Names on ModelScope have a prefix.
+    Names on ModelScope are recognised by their prefix.
     """
     path = Path(source)
     if is_modelscope(source):

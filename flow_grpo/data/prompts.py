@@ -46,7 +46,7 @@ from flow_grpo.modelscope_hub import is_modelscope
 if TYPE_CHECKING:
     import pyarrow
 
-VIDEO_COLUMN = "video"  # read after those of images
+VIDEO_COLUMN = "video"  # used if the image columns are missing or empty
 MASK_COLUMN = "mask"  # read in rows with images
 NEGATIVE_COLUMN = "negative_prompt"
 MAX_PROMPT = 10_000  # characters; text encoders read at most 1,024 tokens
@@ -65,7 +65,7 @@ class Prompt:
     prompt: str
     negative_prompt: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
-    # source images of editing and image-to-video models; a source video, as a file or its frames
+    # source images (editing, image-to-video), or a source video as one file or its frames
     images: tuple[ImageSource, ...] = ()
     mask: ImageSource | None = None  # of the first image: white is what may change
     where: str = field(default="", compare=False)  # file and line

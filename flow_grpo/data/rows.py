@@ -33,8 +33,8 @@ Row = dict[str, Any]
 Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
-BATCH_ROWS = 16  # rows of a parquet file that are read at a time
-PAGE_BUFFER = 2**20  # bytes of a column that are read at a time
+BATCH_ROWS = 16  # rows of a Parquet file read at a time
+PAGE_BUFFER = 2**20  # bytes of a column read at a time
 INSTALL_HINT = "pip install -e '.[data]'"
 PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
@@ -233,7 +233,7 @@ def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
     parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
     number = 0
     with _parquet_errors(path):
-        # otherwise the columns of a row group, which may have gigabytes, are read at once
+        # otherwise whole columns of a row group, possibly gigabytes, are read at once
         file = parquet.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False)
         names = select_columns(file.schema_arrow, layout, str(path))
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)

@@ -135,16 +135,16 @@ def read_frames(video: Video, selection: FrameSelection, where: str) -> list[Ima
 
 
 def is_video_source(source: ImageSource) -> bool:
-    """Return whether a file is a video by its suffix, or bytes by their content."""
+    """Return whether a source is a video, judged by a file's suffix or by the content of bytes."""
     if isinstance(source, bytes):
         return bytes_kind(source[:16]) == VIDEO
     return source.suffix.lower() in VIDEO_SUFFIXES
 
 
 def read_source_video(source: ImageSource, count: int, where: str = "") -> Iterator[Image.Image]:
-    """Yield the frames of a video file, which must have `count` of them.
+    """Yield the frames of a video file, which must have exactly `count` frames.
 
-    The number is that of the header; it is checked before any frame is decoded.
+    The number in the header is checked before any frame is decoded.
     """
     with _open_video(source, where) as file:
         if file.total != count:
@@ -308,9 +308,9 @@ def _read_signature(path: Path, name: str) -> bytes:
 def _open_with_opencv(path: Path, name: str) -> Iterator[_VideoFile]:
     """Open a video file with OpenCV, and release it at the end of the context.
 
-    Messages of OpenCV and FFmpeg about a damaged file are suppressed: errors have one line.
+    Messages of OpenCV and FFmpeg about damaged files are suppressed, so that errors have one line.
     """
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", FFMPEG_QUIET)  # read at the first file
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", FFMPEG_QUIET)  # read with the first file
     try:
         import cv2
     except ImportError as error:

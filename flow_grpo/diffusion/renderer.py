@@ -1,4 +1,4 @@
-"""A frozen diffusion model that draws prompts for image rewards of text (rewards/drawn.py)."""
+"""Generate images with a frozen diffusion model for image rewards of text (rewards/drawn.py)."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class DiffusionRenderer:
-    """Draws prompts with the sampler of evaluations.
+    """Generate images from prompts with the sampler used in evaluations.
 
     Args:
-        settings: Model, weights and sampling. The model is loaded here.
+        settings: Model, weights and sampling settings. The constructor loads the model.
         device: Device of the model.
 
     Raises:
-        UserError: If the model is missing, damaged, or does not draw images from text.
+        UserError: If the model is missing, damaged, or not a text-to-image model.
     """
 
     def __init__(self, settings: DrawSettings, device: str) -> None:
@@ -56,7 +56,7 @@ class DiffusionRenderer:
         self._shape = self.adapter.latent_shape(*size)
 
     def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image | None]:
-        """Draw prompts from the noise that each key selects; None for pixels that are NaN."""
+        """Generate one image per prompt from the noise its key selects; None for NaN pixels."""
         self._move(self.device)
         images: list[Image.Image | None] = []
         for start in range(0, len(prompts), self.settings.batch_size):
@@ -70,12 +70,12 @@ class DiffusionRenderer:
         return images
 
     def release_memory(self) -> None:
-        """Move the model to the CPU, if `draw.offload` is set."""
+        """Move the model to the CPU if `draw.offload` is set."""
         if self.settings.offload:
             self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        """Move all networks of the pipeline."""
+        """Move all networks of the pipeline if `draw.offload` is set."""
         if not self.settings.offload:
             return
         for module in self.adapter.pipeline.components.values():
@@ -84,7 +84,7 @@ class DiffusionRenderer:
 
 
 def _generator(key: bytes) -> torch.Generator:
-    """Return the generator of a key, whose numbers are the same on every device."""
+    """Return a generator seeded by a key; it samples on the CPU, so devices agree."""
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
@@ -120,7 +120,7 @@ def _locate_lora(settings: DrawSettings) -> Path | None:
 
 @contextmanager
 def _errors_of_draw() -> Iterator[None]:
-    """Context manager that names the settings of the section `draw` in errors of the model."""
+    """Context manager that makes model errors name the settings of the section `draw`."""
     fields = {"pretrained.model": "draw.model", "height": "draw.height", "width": "draw.width"}
     try:
         yield
@@ -134,7 +134,7 @@ def _errors_of_draw() -> Iterator[None]:
 
 @contextmanager
 def quiet_tokenizers() -> Iterator[None]:
-    """Context manager that silences the warnings of prompts that are truncated."""
+    """Context manager that silences warnings about truncated prompts."""
     names = ("transformers.tokenization_utils_base", "diffusers")
     loggers = [logging.getLogger(name) for name in names]
     levels = [each.level for each in loggers]

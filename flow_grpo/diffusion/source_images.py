@@ -69,7 +69,7 @@ def check_source_images(
 
 
 def _check_source_video(prompt: Prompt, model: str, frames: int | None) -> None:
-    """Reject a video for a model that takes images, and anything else for one that takes a video.
+    """Reject a video if the model takes images, and anything but a video if it takes one.
 
     Args:
         prompt: A row of the dataset.
@@ -150,7 +150,7 @@ def reward_metadata(prompts: Sequence[Prompt], adapter: ModelAdapter) -> list[di
 def load_source_images(prompts: Sequence[Prompt], adapter: ModelAdapter) -> list[list[Image.Image]]:
     """Load the source images of each prompt as the model sees them.
 
-    Of a source video, only the middle frame is returned.
+    For a source video, only the middle frame is returned.
     """
     loaded = _load_images(prompts, adapter)
     sources = [[frame for image in prompt.images for frame in loaded[image]] for prompt in prompts]
@@ -168,11 +168,11 @@ def _load_images(
 def metadata_with_images(
     prompt: Prompt, load: Callable[[ImageSource], list[Image.Image]]
 ) -> dict[str, Any]:
-    """Return the metadata of a prompt with its image, or list of images, and its mask.
+    """Return the metadata of a prompt with its image or list of images, and its mask.
 
     Args:
         prompt: A row of the dataset.
-        load: Returns an image, or the frames of a video.
+        load: Function that returns an image (as a list of one), or the frames of a video.
     """
     if not prompt.images:
         return prompt.metadata

@@ -1,4 +1,4 @@
-"""Free memory of a device."""
+"""Measure the free memory of a device."""
 
 import torch
 
@@ -6,7 +6,7 @@ from flow_grpo.host_memory import available_memory
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes torch can allocate on a device, including those that it has cached."""
+    """Return how many bytes torch can allocate on a device, including its cached memory."""
     if device.type != "cuda":
         return available_memory()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

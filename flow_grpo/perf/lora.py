@@ -70,13 +70,13 @@ def cast_stochastic(
 ) -> Tensor:
     """Cast with stochastic rounding to half precision.
 
-    The mean over the random bits is `x`. Rounding to nearest would drop every change, by LoRA or an
-    optimizer, that is below half the last bit of a weight.
+    The mean over the random bits is `x`. Rounding to nearest would drop every change by LoRA or an
+    optimizer that is smaller than half the last bit of a weight.
 
     Args:
         x: Values in float32; other dtypes than half precision are cast as usual.
         dtype: Dtype of the result.
-        generator: Draws the random bits; by default they are the same on every call.
+        generator: Generator of the random bits; by default, every call uses the same bits.
     """
     if dtype not in TRUNCATED_BITS:
         return x.to(dtype)

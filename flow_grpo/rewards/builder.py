@@ -3,12 +3,12 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flow_grpo.errors import UserError, did_you_mean
 from flow_grpo.rewards.config_checks import check_reward_names, check_weights
 from flow_grpo.rewards.custom import import_scorer
-from flow_grpo.rewards.draw_settings import DrawSettings, draw_settings, drawn_names
+from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
@@ -16,6 +16,9 @@ from flow_grpo.rewards.protocol import GET_REWARD, Scorer, as_scorer, constructo
 from flow_grpo.rewards.registry import OWN_CLIENTS, REWARDS
 from flow_grpo.rewards.weighted_reward import WeightedReward
 from flow_grpo.rewards.workers.guard import GuardedScorer
+
+if TYPE_CHECKING:
+    from flow_grpo.rewards.draw_settings import DrawSettings
 
 TOKEN_ENV = "REWARD_SERVER_TOKEN"
 
@@ -79,7 +82,7 @@ def build_scorers(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     policy: FailurePolicy = DEFAULT_POLICY,
     run: str = "",
-    draw: DrawSettings | None = None,
+    draw: "DrawSettings | None" = None,
 ) -> dict[str, Scorer]:
     """Build the scorers by name, without retries.
 
@@ -91,7 +94,7 @@ def build_scorers(
         options: Keyword arguments by name.
         policy: Retries and timeout.
         run: Name of the run, passed to reward classes that have a `run` parameter.
-        draw: How the rewards drawn:NAME draw responses; options of such a reward override it.
+        draw: Settings of the rewards drawn:NAME; the options of such a reward override them.
 
     Raises:
         UserError: For an unknown reward or option, or options of a reward that a server scores.
@@ -103,7 +106,7 @@ def build_scorers(
     rules, options = split_frame_rules(options or {})
     check_reward_names(names, options, custom, servers)
     drawn = {name: inner for name, inner in drawn_names(names).items() if name not in servers}
-    settings = {name: draw_settings(name, draw, options.get(name, {})) for name in drawn}
+    settings = _drawing_settings(drawn, draw, options) if drawn else {}
     for name in servers.keys() & {*OWN_CLIENTS} - {*custom}:
         options[name] = {"url": servers.pop(name), **options.get(name, {})}
     for name, urls in servers.items():
@@ -165,11 +168,20 @@ def build_scorers(
     return {name: built[name] for name in names}
 
 
+def _drawing_settings(
+    drawn: Iterable[str], draw: "DrawSettings | None", options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, "DrawSettings"]:
+    """Return the settings of each reward that draws."""
+    from flow_grpo.rewards.draw_settings import draw_settings  # late: servers lack ml_collections
+
+    return {name: draw_settings(name, draw, options.get(name, {})) for name in drawn}
+
+
 def _build_drawn(
-    drawn: Mapping[str, str], settings: Mapping[str, DrawSettings], *, device: str, **others: Any
+    drawn: Mapping[str, str], settings: "Mapping[str, DrawSettings]", *, device: str, **others: Any
 ) -> dict[str, Scorer]:
     """Build the rewards drawn:NAME from their image rewards, and load the diffusion models."""
-    from flow_grpo.rewards.drawn import build_drawn_rewards  # late: it needs torch
+    from flow_grpo.rewards.drawn import build_drawn_rewards  # imported late, because it needs torch
 
     inner = build_scorers(dict.fromkeys(drawn.values()), device=device, **others)
     return build_drawn_rewards({n: inner[i] for n, i in drawn.items()}, settings, device)

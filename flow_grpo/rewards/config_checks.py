@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flow_grpo.config.custom import check_file_exists
 from flow_grpo.errors import UserError, did_you_mean
-from flow_grpo.rewards.draw_settings import check_drawn_names, image_reward_of
+from flow_grpo.rewards.drawn_names import check_drawn_names, image_reward_of
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.registry import REWARDS
 
@@ -87,10 +87,10 @@ def check_reward_fields(settings: "RewardFields") -> None:
     names = [*settings.reward_fn, *settings.eval_weights()]
     if settings.second_reward in {**settings.reward_fn, **settings.eval_reward_fn}:
         raise UserError(
-            "is in reward_fn or eval_reward_fn as well",
+            "is already in reward_fn or eval_reward_fn",
             field="second_reward",
             value=settings.second_reward,
-            hint="choose a reward that is not trained, or leave it empty",
+            hint="choose another reward, or leave it empty",
         )
     for name, urls in settings.reward_servers.items():
         if not isinstance(urls, str):

@@ -3,8 +3,8 @@
     flow-grpo rewards convert model.pth model.safetensors
 
 `torch.load(weights_only=True)` unpickles tensors and plain containers only; a file that needs more
-is rejected. With `--modules`, a file of a whole module is accepted as well: its classes are
-replaced by inert ones, and only parameters and buffers are kept. Names and values are unchanged.
+is rejected. With `--modules`, the file contains a whole module: its classes are replaced by
+placeholders, and only parameters and buffers are kept. Names and values are unchanged.
 The SHA-256 of the original is stored in the metadata of the result, so that its origin can be
 verified.
 """
@@ -38,7 +38,7 @@ def convert_weights(
         source: File with a state dict, which may be nested under "state_dict" or "model".
         target: New .safetensors file.
         sha256: Expected SHA-256 of the source; "" accepts any.
-        modules: The file contains a whole module instead.
+        modules: Whether the file contains a whole module instead of tensors.
 
     Returns:
         SHA-256 of the source and of the target.
@@ -85,7 +85,7 @@ def convert_weights(
 
 
 class _Inert:
-    """Stands for a class or function of a pickle; it stores attributes and does nothing else."""
+    """Placeholder for a class or function of a pickle; it only stores attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -96,9 +96,9 @@ class _Inert:
 
 
 def load_module_weights(path: Path) -> Weights:
-    """Return the state dict of a module that `torch.save` wrote as a whole, without its classes.
+    """Return the state dict of a whole module written by `torch.save`, without its classes.
 
-    All names that the pickle would import are replaced by inert classes, so none of their code is
+    All names that the pickle would import are replaced by placeholders, so none of their code is
     executed.
     """
     names = get_unsafe_globals_in_checkpoint(path)
@@ -108,7 +108,7 @@ def load_module_weights(path: Path) -> Weights:
 
 
 def _module_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of an unpickled module and of its children by name."""
+    """Yield names and values of the parameters and buffers of a module and its children."""
     content = vars(module) if isinstance(module, _Inert) else {}
     transient = content.get("_non_persistent_buffers_set", ())
     for group in ("_parameters", "_buffers"):

@@ -1,26 +1,25 @@
-"""Section `draw` of the config, and the names of the rewards that use it (drawn.py)."""
+"""Define the config section `draw` of rewards that draw responses (drawn.py)."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flow_grpo.config.paths import resolve_path
 from flow_grpo.config.settings import check_settings, setting
 from flow_grpo.errors import UserError, did_you_mean
-from flow_grpo.rewards.registry import IMAGE_REWARDS
+from flow_grpo.rewards.drawn_names import PREFIX, image_reward_of
 
-PREFIX = "drawn:"
 SECTION = "draw"
 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Section `draw`: the diffusion model that draws responses for rewards named drawn:NAME."""
+    """Section `draw`: the diffusion model that draws responses for the rewards drawn:NAME."""
 
     model: str = setting(
         "",
         "Text-to-image model that draws responses for the rewards drawn:NAME, such as drawn:ocr: "
-        "a diffusers pipeline, as directory or hub id. See docs/vlm/prompt_enhancer.md.",
+        "directory or hub id of a diffusers pipeline. See docs/vlm/prompt_enhancer.md.",
     )
     lora: str = setting(
         "",
@@ -29,25 +28,25 @@ class DrawSettings:
     )
     prompt_key: str = setting(
         "",
-        "Column with the prompt that images are scored against; empty for the question itself.",
+        "Column with the prompt that images are scored against; empty for the question.",
     )
     images: int = setting(
         1,
-        "Images per response, each from its own noise; their scores are averaged.",
+        "Images per response, each from different noise; their scores are averaged.",
         at_least=1,
         at_most=256,
     )
-    num_steps: int = setting(20, "Sampling steps of an image.", at_least=1, at_most=1000)
+    num_steps: int = setting(20, "Sampling steps per image.", at_least=1, at_most=1000)
     guidance_scale: float = setting(4.5, "Guidance scale; 1 or less for none.", at_least=0)
     height: int = setting(512, "Height of the images in pixels.", at_least=8, at_most=2**14)
     width: int = setting(512, "Width of the images in pixels.", at_least=8, at_most=2**14)
     max_sequence_length: int = setting(
-        256, "Maximum tokens of a prompt.", at_least=1, at_most=2**14
+        256, "Maximum number of tokens of a prompt.", at_least=1, at_most=2**14
     )
-    batch_size: int = setting(16, "Images drawn at the same time.", at_least=1, at_most=2**14)
+    batch_size: int = setting(16, "Images generated at the same time.", at_least=1, at_most=2**14)
     seed: int = setting(
         0,
-        "Seed of the noise, with the question and the number of the image.",
+        "Seed of the noise, combined with the question and the index of the image.",
         at_least=0,
         at_most=2**64 - 1,
     )
@@ -61,32 +60,9 @@ class DrawSettings:
     )
     offload: bool = setting(
         False,
-        "Move the diffusion model to CPU memory while the language model trains; for a GPU that "
-        "both share.",
+        "Move the diffusion model to CPU memory while the language model trains, if both share "
+        "a GPU.",
     )
-
-
-def image_reward_of(name: str) -> str | None:
-    """Return the image reward that a reward `drawn:NAME` scores with; None for another reward."""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
-
-
-def drawn_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the rewards drawn:NAME among `names`, with their image rewards."""
-    return {name: inner for name in names if (inner := image_reward_of(name)) is not None}
-
-
-def check_drawn_names(names: Iterable[str], custom: Collection[str]) -> None:
-    """Reject rewards drawn:NAME where NAME is neither an image reward nor a custom reward."""
-    known = [*IMAGE_REWARDS, *custom]
-    for name, inner in drawn_names(names).items():
-        if inner not in known:
-            nearest = did_you_mean(inner, known).replace("did you mean ", f"did you mean {PREFIX}")
-            raise UserError(
-                f"needs an image reward after {PREFIX!r}, and {inner!r} is none",
-                field=f"reward {name!r}",
-                hint=nearest or f"use one of {', '.join(sorted(known))}",
-            )
 
 
 def draw_settings(name: str, draw: DrawSettings | None, options: Mapping[str, Any]) -> DrawSettings:
@@ -106,14 +82,16 @@ def draw_settings(name: str, draw: DrawSettings | None, options: Mapping[str, An
         )
     for option, value in options.items():
         kind = type(getattr(draw, option))
-        if not isinstance(value, (int, float) if kind is float else kind):
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise UserError(
                 f"must be of type {kind.__name__}",
                 field=f"reward_options.{name}.{option}",
                 value=value,
             )
     settings = replace(draw, **options)
-    settings = replace(settings, model=resolve_path(settings.model))
+    paths = {"model": resolve_path(settings.model), "lora": resolve_path(settings.lora)}
+    settings = replace(settings, **paths)
     check_settings(SECTION, settings)
     if not settings.model:
         raise UserError(

@@ -1,13 +1,14 @@
 """Image rewards of text: a diffusion model draws each response, and the image is scored.
 
-The reward `drawn:NAME` scores prompts that a language model has written with the image reward NAME
-(`drawn:ocr`, `drawn:pickscore`, or a custom image reward). The section `draw` of the config names
-the diffusion model. The image is scored against the user's prompt, not against the rewritten one:
-otherwise the language model could change what is asked for.
+The reward `drawn:NAME` evaluates prompts written by a language model: it applies the image reward
+NAME (`drawn:ocr`, `drawn:pickscore`, or a custom image reward) to images generated from them. The
+section `draw` of the config selects the diffusion model. Images are scored against the user's
+prompt, not against the rewritten one: otherwise the language model could change the request.
 
-The noise of an image depends on `draw.seed`, the question and the number of the image only. So
-scores depend neither on the batch nor on the process, all responses to a question start from the
-same noise, which makes their scores comparable, and equal responses are drawn once.
+The noise of an image depends only on `draw.seed`, the question and the index of the image.
+Therefore scores do not depend on the process, nor on the batch except for rounding. All responses
+to a question start from the same noise, which makes their scores comparable, and equal responses
+are drawn only once.
 """
 
 import hashlib
@@ -21,14 +22,15 @@ from PIL import Image
 
 from flow_grpo.config.custom import import_object
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.draw_settings import SECTION, DrawSettings, image_reward_of
+from flow_grpo.rewards.draw_settings import SECTION, DrawSettings
+from flow_grpo.rewards.drawn_names import image_reward_of
 from flow_grpo.rewards.frames import WHOLE_VIDEO, average_over_frames
 from flow_grpo.rewards.protocol import BatchScores, MetadataRows, Scorer, ScorerOutput, score
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.rewards.text.scorers import check_responses
 from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE
 
-# imported when a run draws: diffusion models are in a layer above this
+# imported only when needed, because diffusion models are in a layer above this one
 DIFFUSION_RENDERER = "flow_grpo.diffusion.renderer:DiffusionRenderer"
 MIN_CACHED_IMAGES = 256
 LENGTHS = ("answer_tokens", "max_new_tokens")
@@ -36,20 +38,20 @@ EMPTY = "empty"  # extra value: whether the rewritten prompt is empty
 
 
 class Renderer(Protocol):
-    """A diffusion model that draws prompts."""
+    """A diffusion model that generates images from prompts."""
 
     def draw(self, prompts: Sequence[str], keys: Sequence[bytes]) -> list[Image.Image | None]:
-        """Draw prompts from the noise that each key selects; None for pixels that are NaN."""
+        """Generate one image per prompt from the noise its key selects; None for NaN pixels."""
 
     def release_memory(self) -> None:
         """Free GPU memory until the next call."""
 
 
 class DrawnImages:
-    """Draws prompts, and keeps the last images, which several rewards may score.
+    """Generate images and cache the last ones, which several rewards may score.
 
     Args:
-        settings: How to draw.
+        settings: Section `draw`.
         renderer: The diffusion model.
     """
 
@@ -80,7 +82,7 @@ class DrawnImages:
         return images
 
     def release_memory(self) -> None:
-        """Move the diffusion model to the CPU, if `offload` is set."""
+        """Move the diffusion model to the CPU if `offload` is set."""
         with self._lock:
             self._renderer.release_memory()
 
@@ -93,7 +95,7 @@ def noise_key(seed: int, question: str, number: int) -> bytes:
 def first_equal_rows(
     prompts: Sequence[str], questions: Sequence[str], metadata: MetadataRows
 ) -> list[int]:
-    """Return for each row the first one with the same prompt, question and metadata."""
+    """Return the index of the first row equal to each row in prompt, question and metadata."""
     first: dict[tuple[str, str], int] = {}
     found = []
     for i, key in enumerate(zip(prompts, questions, strict=True)):
@@ -104,17 +106,17 @@ def first_equal_rows(
 
 
 def _without_lengths(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata without the lengths of responses, which images do not depend on."""
+    """Return metadata without the lengths of responses, on which images do not depend."""
     return {name: value for name, value in metadata.items() if name not in LENGTHS}
 
 
 class DrawnReward(Scorer):
-    """Score responses by an image reward of their drawings.
+    """Score responses with an image reward of images drawn from them.
 
     Args:
         name: Name of the reward.
         scorer: The image reward.
-        images: Draws the responses.
+        images: Draws the responses, with a cache.
         prompt_key: Column with the prompt that images are scored against; "" for the question.
 
     Raises:
@@ -147,7 +149,7 @@ class DrawnReward(Scorer):
     def __call__(
         self, responses: list[str], questions: list[str], metadata: MetadataRows
     ) -> ScorerOutput:
-        """Draw each response, and return the mean score of its images."""
+        """Draw each response and return the mean score of its images."""
         check_responses("drawn", responses)
         prompts = [extract_prompt(response) for response in responses]
         first = first_equal_rows(prompts, questions, metadata)

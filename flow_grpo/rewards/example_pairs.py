@@ -396,7 +396,7 @@ def overlong_pairs() -> list[ExamplePair]:
 
 
 def prompt_length_pairs() -> list[ExamplePair]:
-    """Return short against long rewritten prompts."""
+    """Return pairs of a short and a too long rewritten prompt."""
     return [
         ExamplePair("draw a dog", "a photo of a dog", "a very long prompt " * count)
         for count in (20, 50, 100)
@@ -404,7 +404,7 @@ def prompt_length_pairs() -> list[ExamplePair]:
 
 
 def prompt_similarity_pairs() -> list[ExamplePair]:
-    """Return rewritten prompts that keep the request against others."""
+    """Return rewritten prompts that keep the request, paired with others."""
     return _response_pairs(
         [
             ("a dog in the snow", "a photo of a dog in the snow, 4k", "a cat on a sofa", ""),

@@ -82,7 +82,7 @@ class Scorer:
         unavailable_reason: Why it cannot score at present, reported by a reward server; or "".
         score_pixels: For differentiable rewards, the function (pixels, prompts) -> scores (N,),
             with pixels (N, 3, H, W) in [0, 1].
-        preview: For rewards of drawn responses, the function (responses, questions) -> images (N).
+        preview: For rewards of drawn responses, function (responses, questions) -> images (N).
     """
 
     kind = "image"

@@ -1,9 +1,9 @@
 """AdamW for weights, gradients and moments in bfloat16, with stochastic rounding.
 
-A bfloat16 number has 8 significant bits, so rounding to the nearest drops every change below about
-0.2 %. That is more than Adam changes a weight of 0.1 at a learning rate of 1e-6, by a factor of a
-hundred: such weights would never move. The second moment, of which a step replaces 1 - beta2 =
-0.1 %, would never decay either.
+A bfloat16 number has 8 significant bits, so rounding to nearest drops every change below about
+0.2 %. For a weight of 0.1, this threshold is more than a hundred times an Adam update at a learning
+rate of 1e-6, so the weight would never change. The second moment, of which a step replaces
+1 - beta2 = 0.1 %, would never decay either.
 
 Here each value is computed in float32 and rounded once per step to one of its two neighbours a < x
 < b, to b with probability (x - a) / (b - a). The mean of the rounded value is x, so small changes
@@ -15,10 +15,10 @@ accumulate (Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/
     two moments                  8             4
     sum                         16             8
 
-The random bits depend on the step and the position of a parameter only: a resumed run equals an
-uninterrupted one bit for bit, and the replicas of DDP stay equal. torchao's AdamW rounds weights in
-the same way (pytorch/ao at 0372e5f, torchao/optim/adam.py, `single_param_adam`), but moments to the
-nearest, with bits from the global generator, and it needs a compiler.
+The random bits depend only on the step and the index of a parameter: a resumed run equals an
+uninterrupted one bit for bit, and DDP replicas stay identical. torchao's AdamW rounds weights in
+the same way (pytorch/ao at 0372e5f, torchao/optim/adam.py, `single_param_adam`), but it rounds
+moments to nearest, draws its bits from the global generator and needs a compiler.
 """
 
 import zlib
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from flow_grpo.perf.lora import cast_stochastic
 from flow_grpo.training.distributed import local_shards
 
-CHUNK = 2**24  # elements computed at once, each with about 24 bytes of temporary memory
+CHUNK = 2**24  # elements processed at once, with about 24 bytes of temporary memory each
 
 
 class AdamWBf16(Optimizer):
@@ -42,7 +42,7 @@ class AdamWBf16(Optimizer):
         parameters: Trained weights or parameter groups.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
+        eps: Term added to the denominator.
         weight_decay: Decoupled weight decay.
     """
 

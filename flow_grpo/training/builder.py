@@ -335,7 +335,7 @@ def build_rewards(
         options=config.reward_options,
         policy=policy,
         run=run,
-        draw=getattr(config, "draw", None),  # of language models only
+        draw=getattr(config, "draw", None),  # only language models have this section
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]

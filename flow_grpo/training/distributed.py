@@ -28,8 +28,8 @@ class Ranks:
     """The place of a process in the mesh of data x context ranks.
 
     The processes of a context group compute the same samples together, each a part of the tokens of
-    every sample. Whatever is counted, drawn or split by process is so by data rank; a VLM trainer
-    forms groups for training only and samples on every process.
+    every sample. Whatever is counted, drawn or split by process uses the data rank. A VLM trainer
+    uses groups only for training and samples on every process.
     """
 
     data_rank: int
@@ -77,8 +77,8 @@ def set_context_parallel(
     """Divide the processes into context groups of `size` consecutive ones.
 
     Args:
-        accelerator: Gets the mesh.
-        size: Processes of a group.
+        accelerator: Accelerator whose mesh is set.
+        size: Number of processes per group.
         field: Setting that configures it.
 
     Raises:

@@ -76,7 +76,7 @@ class BasePolicy:
         return [{"params": self.parameters()}]
 
     def clipped_together(self) -> list[list[nn.Parameter]]:
-        """Return the trained parameters in groups whose gradients are clipped to one norm each."""
+        """Return groups of trained parameters; the gradients of each group are clipped together."""
         return [self.parameters()]
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -84,7 +84,7 @@ class BasePolicy:
         return {n: p for n, p in self.network.named_parameters() if p.requires_grad}
 
     def sampled_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters that sampling depends on, by name; EMA averages them."""
+        """Return the trained parameters used in sampling, by name; EMA averages them."""
         return self.trained_parameters()
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:

@@ -23,7 +23,7 @@ def optimizer_step(session: BaseSession, stats: TrainingStats) -> None:
     accelerator, progress = session.accelerator, session.progress
     max_norm = session.config.train.max_grad_norm
     groups = session.policy.clipped_together()
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped all together
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it clips them together
         groups = groups[:1]
     norm = math.hypot(*(clip_gradients(accelerator, group, max_norm) for group in groups))
     applied = step_if_finite(accelerator, session.optimizer, norm)

@@ -147,12 +147,12 @@ def compute_token_advantages(
     Args:
         accelerator: Reduces sums over the processes.
         rollout: The scored samples.
-        tensors: Per-token tensors by sample index, with values; changed in place.
+        tensors: Per-token tensors by sample index, including values; changed in place.
         kl_penalties: KL penalties (T,) by sample index, subtracted from the token rewards.
         discount: Discount factor.
         decay: GAE's lambda.
-        environment_weight: Weight of the rewards of an environment's steps. Each is placed at the
-            last token of its response; all other rewards are at the last token of the episode.
+        environment_weight: Weight of the environment's step rewards. Each is placed at the last
+            token of its response; all other rewards are placed at the last token of the episode.
     """
     total = torch.zeros(3, dtype=torch.float64)
     for index, response in tensors.items():
@@ -183,7 +183,7 @@ def compute_token_rewards(
 ) -> Tensor:
     """Return token rewards (length,) whose sum is `reward`, minus `penalty` (length,).
 
-    What `turns` (length,) does not contain of the reward is placed at the last token.
+    The part of the reward that `turns` (length,) does not contain is placed at the last token.
     """
     rewards = reward.new_zeros(length)
     rewards[-1] = reward

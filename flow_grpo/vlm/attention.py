@@ -2,7 +2,7 @@
 
 A training row contains a prompt followed by all its responses; with flex attention, several prompts
 with theirs. Segment ids (B, S) give the part a token belongs to: `PROMPT_SEGMENT` or a response
-number, plus `GROUP` for each prompt before, or `PADDING_SEGMENT`. A token attends to the earlier
+number, plus `GROUP` for each preceding prompt, or `PADDING_SEGMENT`. A token attends to the earlier
 tokens of its prompt and of its own response. A dense mask always costs O(S^2); flex
 attention skips blocks in which no pair of tokens is visible.
 """
@@ -125,7 +125,7 @@ def run_flex_attention(
 
 
 def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return the tensors in the autocast dtype, without autocast in that of `value`."""
+    """Return the tensors in the autocast dtype, or in that of `value` without autocast."""
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     return [x.to(dtype) for x in (query, key, value)]
@@ -186,7 +186,7 @@ def _packed_attention(
 def _attend_own_heads(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Any, scale: float | None
 ) -> Tensor:
-    """Return attention of the heads of this process, (B, heads, S, head_dim)."""
+    """Return the attention output of this process's heads, (B, heads, S, head_dim)."""
     if isinstance(mask, BlockMask):
         return run_flex_attention(query, key, value, mask, scale)
     # of all backends, only the one that stores S x S scores supports a mask with grouped heads

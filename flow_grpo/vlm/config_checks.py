@@ -17,7 +17,8 @@ from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, TOTAL, check_nonzero_weight
 from flow_grpo.rewards.config_checks import check_custom_reward_files
-from flow_grpo.rewards.draw_settings import check_drawn_names, draw_settings, drawn_names
+from flow_grpo.rewards.draw_settings import draw_settings
+from flow_grpo.rewards.drawn_names import check_drawn_names, drawn_names
 from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.environment import load_environment_class
@@ -313,13 +314,13 @@ def _check_given(settings: VlmConfig) -> None:
 
 
 def _check_rewards(settings: VlmConfig) -> None:
-    """Reject built-in rewards that score images, and invalid settings of those that draw."""
+    """Reject built-in image rewards, and invalid settings of the rewards drawn:NAME."""
     for name in (*settings.reward_fn, *settings.eval_weights()):
         elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
         if name in REWARDS and name not in TEXT_REWARDS and not elsewhere:
             raise UserError(
                 "scores images, not text",
-                field=f"reward_fn.{name}",
+                field=_setting_of(settings, name),
                 hint=f"use drawn:{name} to score images that a diffusion model draws from the "
                 f"responses; rewards of text are {', '.join(TEXT_REWARDS)}",
             )
@@ -330,11 +331,18 @@ def _check_rewards(settings: VlmConfig) -> None:
         draw_settings(name, settings.draw, settings.reward_options.get(name, {}))
     if settings.draw.model and not drawn:
         raise UserError(
-            "has no effect without a reward that draws",
+            "has no effect without a reward drawn:NAME",
             field="draw.model",
             value=settings.draw.model,
             hint="add one to reward_fn, such as drawn:ocr, or unset it",
         )
+
+
+def _setting_of(settings: VlmConfig, reward: str) -> str:
+    """Return the setting that contains a reward."""
+    if reward == settings.second_reward:
+        return "second_reward"
+    return f"{'reward_fn' if reward in settings.reward_fn else 'eval_reward_fn'}.{reward}"
 
 
 def check_vllm_settings(temperature: float) -> None:

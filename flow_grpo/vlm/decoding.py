@@ -167,7 +167,7 @@ def _linear_attention_states(layer: LinearAttentionLayer) -> tuple[Tensor, Tenso
 def slot_bytes(
     prefilled: PrefilledPrompts, columns: int, steps: int, dtype: torch.dtype | None
 ) -> int:
-    """Return the memory of one slot in bytes; arguments as in `DecodingSlots`."""
+    """Return the size of one slot in bytes; for the arguments see `DecodingSlots`."""
     total = 3 * (steps + 1) * torch.float64.itemsize  # random numbers, tokens, log-probabilities
     for layer in prefilled.cache.layers:
         if isinstance(layer, LinearAttentionLayer):

@@ -76,7 +76,7 @@ class StepResult:
     images: tuple[bytes, ...]  # PNG
     reward: float
     done: bool
-    fallback: str = ""  # shown instead if the observation cannot be encoded
+    fallback: str = ""  # replaces an observation that cannot be encoded
 
 
 class EnvironmentWorker:
@@ -102,7 +102,7 @@ class EnvironmentWorker:
             environment = self._environment_class(**self._options)
             if (longest := getattr(environment, "longest_step", 0.0)) >= self._timeout:
                 raise UserError(
-                    f"must be above {longest:g}, the longest step that environment_options allow",
+                    f"must be above {longest:g}, the longest step that environment_options allows",
                     field="environment_timeout",
                     value=self._timeout,
                 )

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from flow_grpo.config.saved_config import load_run_config
+from flow_grpo.modelscope_hub import local_model
 from flow_grpo.rewards.loading import explain_load_errors, load_network
 from flow_grpo.rewards.text.reward_model import KIND as REWARD_MODEL_KIND
 from flow_grpo.training.export import (
@@ -44,7 +45,8 @@ def is_vlm_checkpoint(source: ExportSource, model: str) -> bool:
         config = read_json(source.run / "config.json")
         return isinstance(config, dict) and "question_format" in config
     try:
-        return bool(cached_file(model, "config.json"))  # a pipeline has model_index.json
+        # a pipeline has model_index.json
+        return bool(cached_file(local_model(model), "config.json"))
     except OSError:
         return False
 

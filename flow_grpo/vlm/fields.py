@@ -174,9 +174,9 @@ class VlmTrainConfig(shared.TrainFields):
     )
     sequence_parallel: int = setting(
         1,
-        "Processes that train on each micro-batch together: each holds a part of its tokens, for "
-        "long responses (Ulysses attention). It must divide the number of processes and the "
-        "attention heads; docs/vlm/scaling.md.",
+        "Number of processes that jointly train on each micro-batch, for long responses: each "
+        "holds a part of its tokens (Ulysses attention). It must divide the number of processes "
+        "and the attention heads; docs/vlm/scaling.md.",
         at_least=1,
         at_most=1024,
         requires={"compile=False": "the compiler cannot trace the exchange in attention"},
@@ -189,7 +189,7 @@ class VlmTrainConfig(shared.TrainFields):
         "bytes per parameter; docs/vlm/scaling.md.",
         choices=(shared.ADAMW, shared.ADAMW_BF16),
         requires={
-            "use_lora=False": "the weights of a LoRA are small and stay in float32",
+            "use_lora=False": "LoRA weights are small and stay in float32",
             "mixed_precision=bf16": "the weights are in bfloat16",
         },
         excludes={
@@ -382,7 +382,7 @@ class VlmTrainConfig(shared.TrainFields):
     critic_model: str = setting(
         "",
         "Directory or hub id of the model that the critic starts from, of the same family as the "
-        "policy. Unset, pretrained.model.",
+        "policy; empty for pretrained.model.",
         requires="train.critic=separate",
     )
     critic_learning_rate: float | None = setting(

@@ -36,7 +36,7 @@ LAYER_CLASSES = {
     "Qwen3VLTextDecoderLayer",
 }
 WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")  # in `decoder_layer`
-DEQUANTIZED_FRACTION = 0.5  # of the free memory, at most; the cache and activations need the rest
+DEQUANTIZED_FRACTION = 0.5  # of the free memory, at most; the rest is for cache and activations
 
 
 class LayerWeights(NamedTuple):
@@ -217,7 +217,7 @@ class FusedDecoder:
 
 
 def has_memory_to_dequantize(decoder: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether the NF4 weights of a decoder fit in memory a second time, dequantized."""
+    """Return whether a dequantized copy of a decoder's NF4 weights fits in memory."""
     layers = [module for module in decoder.modules() if isinstance(module, Nf4Linear)]
     size = sum(layer.out_features * layer.in_features for layer in layers) * dtype.itemsize
     device = next(decoder.parameters()).device

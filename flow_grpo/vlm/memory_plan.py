@@ -1,8 +1,7 @@
-"""Computed GPU memory of a VLM run, without loading anything; docs/vlm/scaling.md explains it.
+"""Compute the GPU memory of a VLM run without loading a model; see docs/vlm/scaling.md.
 
-Every term follows from the sizes of the model and the settings. Against the measurements of
-docs/benchmarks/vlm_h200.jsonl the sum of a training step is too small by up to 8 %
-(tests/training/test_scaling.py).
+Every term follows from the model sizes and the settings. The total for training is up to 8 % below
+the measurements in docs/benchmarks/vlm_h200.jsonl (tests/training/test_scaling.py).
 """
 
 import math
@@ -33,26 +32,26 @@ class Decoder(NamedTuple):
 
     @property
     def linear(self) -> int:
-        """Parameters of the linear layers."""
+        """Number of parameters of the linear layers."""
         attention = 2 * self.width * (self.attention + self.key_values)
         return self.layers * (attention + 3 * self.width * self.inner)
 
     @property
     def embeddings(self) -> int:
-        """Parameters of the embedding and the head."""
+        """Number of parameters of the embedding and the head."""
         return (2 - self.tied) * self.vocabulary * self.width
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of a token."""
+        """Bytes of the keys and values of a token."""
         return HALF * 2 * self.layers * self.key_values
 
     def layer_bytes(self, *, flex: bool) -> int:
-        """Return what a layer keeps of a token for its backward pass.
+        """Return the bytes that a layer stores per token for its backward pass.
 
-        Inputs of two norms and seven linear layers, queries, keys, values and output of attention,
-        gate, its activation and the other half of the MLP. With a dense mask, keys and values are
-        repeated for all heads.
+        These are the inputs of two norms and seven linear layers, queries, keys, values and output
+        of attention, and the gate, its activation and the other half of the MLP. With a dense mask,
+        keys and values are repeated for all heads.
         """
         keys = self.key_values if flex else self.attention
         inputs = 7 * self.width + self.attention + self.inner
@@ -139,7 +138,7 @@ def _sampling(
 
 
 def describe_plan(config: VlmConfig, gpus: int, *, sharded: bool) -> dict[str, str]:
-    """Return the lines of a plan about memory: text by label."""
+    """Return the memory lines of a plan, as text by label."""
     rows = {}
     for phase, terms in plan_memory(config, gpus, sharded=sharded).items():
         parts = " + ".join(f"{gib:.1f} of {name}" for name, gib in terms.items())

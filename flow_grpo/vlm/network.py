@@ -97,7 +97,7 @@ class PolicyModel(nn.Module):
             critic_only: Whether the gradient of the values stops at the value head.
             given: Whether the responses are not samples of the policy, which cannot sample banned
                 tokens. Then these have a probability too, as in other trainers.
-            with_values: Whether to compute the values, if there is a critic.
+            with_values: Whether to compute values if there is a critic.
 
         Returns:
             `log_probs` (R, T), with `given` `is_top1` (R, T): whether each token is the most likely

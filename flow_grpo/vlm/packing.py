@@ -11,8 +11,8 @@ The prompt and its images are thus computed once per group instead of once per s
 state of the column before a token predicts it; the last token of a response predicts nothing and is
 left out of the row.
 
-A micro-batch has one row per prompt, padded to the longest. Flex attention skips what tokens do not
-attend to, so with it all prompts of a micro-batch share one row without padding:
+A micro-batch has one row per prompt, padded to the longest one. Flex attention skips masked blocks,
+so with it all prompts of a micro-batch share one row without padding:
 
     segments  [ 0 ... | 1 ... | 2 ... | 65536 ... | 65537 ... ]     (GROUP x prompt + response)
 """
@@ -30,7 +30,7 @@ from flow_grpo.vlm.models.base import VisionInputs, concat_vision_inputs
 from flow_grpo.vlm.prompts import EncodedPrompt
 
 PROMPT_SEGMENT, PADDING_SEGMENT = 0, -1  # segment ids; responses are 1, 2, ...
-GROUP = 2**16  # added to the segments of a row for each prompt before
+GROUP = 2**16  # added to the segments of a row for each preceding prompt
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def pack_responses(
     Args:
         responses: Responses in order.
         pad: Padding token id.
-        one_row: Whether all share a row without padding, instead of one row per prompt.
+        one_row: Whether all prompts share a row without padding, instead of one row per prompt.
     """
     groups = [list(group) for _, group in groupby(responses, lambda each: each.question)]
     rows, columns = zip(*map(_pack_row, groups), strict=True)
@@ -164,7 +164,7 @@ def _pack_row(group: Sequence[Response]) -> tuple[PackedRow, list[Tensor]]:
 def _join_rows(
     rows: Sequence[PackedRow], columns: Sequence[list[Tensor]]
 ) -> tuple[list[PackedRow], list[list[Tensor]]]:
-    """Return rows as a single one, and their predicting columns in it."""
+    """Join rows into one; return it and the predicting columns of each row in it."""
     ids, positions, segments = zip(*rows, strict=True)
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
     numbered = [own + GROUP * number for number, own in enumerate(segments)]
@@ -227,7 +227,7 @@ def micro_batches(
         responses: Responses in order.
         budget: Maximum number of tokens.
         together: Number of consecutive responses that must be in the same micro-batch.
-        one_row: Whether they share a row without padding.
+        one_row: Whether all prompts share a row without padding.
     """
     start, size = 0, _PackedSize()
     for i in range(0, len(responses), together):

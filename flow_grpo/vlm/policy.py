@@ -128,11 +128,11 @@ class VlmPolicy(BasePolicy):
         )
 
     def split_columns(self, shards: SequenceShards) -> None:
-        """Train in a group of processes, each with a part of the columns; call it before `prepare`.
+        """Divide columns among the processes of a group in training; call before `prepare`.
 
         Raises:
-            UserError: If attention of the model is not computed by torch's SDPA, or if its layers
-                mix columns in another way than by attention.
+            UserError: If the model's attention does not use torch's SDPA, or if its layers mix
+                columns by other means than attention.
         """
         decoder, family = self.model.get_decoder(), self.network.family
         implementation = decoder.config._attn_implementation
@@ -180,7 +180,7 @@ class VlmPolicy(BasePolicy):
         return [{"params": own} for own in self._policy_and_critic()]
 
     def clipped_together(self) -> list[list[nn.Parameter]]:
-        """Return the policy and a separate critic, whose gradients are clipped separately."""
+        """Return the parameters of the policy and of a separate critic as groups."""
         return list(self._policy_and_critic()) if self.has_separate_critic else [self.parameters()]
 
     def _policy_and_critic(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -206,7 +206,7 @@ class VlmPolicy(BasePolicy):
         if is_sharded(accelerator):
             self.full_model = build_sampling_copy(self.network)
             for part in self.network.modules():
-                if isinstance(part, PolicyModel):  # a separate critic is one as well
+                if isinstance(part, PolicyModel):  # a separate critic also contains one
                     part.runs_in_lockstep = True
         if accelerator.distributed_type == DistributedType.FSDP:
             blocks = list(self.model._no_split_modules)
@@ -291,7 +291,7 @@ def build_sampling_copy(network: PolicyModel) -> PolicyModel:
     sampling_copy = copy_without_weights(network)
     if network.compute_dtype is not None:
         models = [m.model for m in sampling_copy.modules() if isinstance(m, PolicyModel)]
-        for model in models:  # a separate critic's as well
+        for model in models:  # including that of a separate critic
             named = dict(model.named_parameters())
             for name in linear_only_weights(model):
                 named[name].data = named[name].data.to(network.compute_dtype)

@@ -26,7 +26,7 @@ from flow_grpo.data.questions import (
 )
 from flow_grpo.data.responses import GivenResponse, ResponseLayout, load_responses
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.draw_settings import drawn_names
+from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.vlm.fields import VlmConfig
 from flow_grpo.vlm.losses import GIVEN_LOSSES
 from flow_grpo.vlm.plan import VlmBatchPlan
@@ -237,7 +237,7 @@ def question_layout(config: VlmConfig) -> QuestionLayout:
 
 
 def _target_columns(config: VlmConfig) -> list[str]:
-    """Return the columns that images of drawn responses are scored against."""
+    """Return the columns with the prompts that drawn images are scored against."""
     options = (config.reward_options.get(name, {}) for name in drawn_names(config.reward_options))
     keys = [config.draw.prompt_key, *(each.get("prompt_key", "") for each in options)]
     return [key for key in keys if key]

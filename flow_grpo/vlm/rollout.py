@@ -40,8 +40,8 @@ class EpisodeRecord:
 
     responses: list[str]
     observations: list[str]  # between the responses
-    rewards: list[float]  # of each step; that of a failed step is missing
-    lengths: list[int]  # sampled tokens of each response
+    rewards: list[float]  # one per step, except a failed step
+    lengths: list[int]  # number of sampled tokens per response
     failure: str  # why it ended without a reward, or ""
 
     @property
@@ -50,7 +50,7 @@ class EpisodeRecord:
         return sum(self.rewards)
 
     def token_rewards(self) -> Tensor:
-        """Return the reward of each step at the last token of its response, (T,)."""
+        """Return token rewards (T,): the reward of each step at the last token of its response."""
         rewards = torch.zeros(sum(self.lengths))
         ends = torch.tensor(self.lengths).cumsum(0) - 1
         rewards[ends[: len(self.rewards)]] = torch.tensor(self.rewards)

@@ -11,12 +11,12 @@ from flow_grpo.vlm.rollout import Rollout, RolloutEngine, Sample
 def share_rollout(
     ranks: Ranks, rollout: Rollout, engine: RolloutEngine, questions: Sequence[Question]
 ) -> None:
-    """Give each process the samples of its group, which it trains on; collective.
+    """Give each process all samples of its group, on which it trains; collective.
 
     Args:
-        ranks: The place of this process.
+        ranks: Rank of this process.
         rollout: The samples of this process; those of its group are added.
-        engine: Encodes their prompts.
+        engine: Engine that encodes their prompts.
         questions: Training questions.
     """
     if ranks.mesh is None:
@@ -29,7 +29,7 @@ def share_rollout(
 
 
 def _from_rank(sample: Sample, rank: int) -> Sample:
-    """Return a sample of another process; names of images are unique on a process only."""
+    """Return a sample of another process; image names are unique only within a process."""
     if sample.conversation is None:
         return sample
     sources = tuple((rank, source) for source in sample.conversation.sources)

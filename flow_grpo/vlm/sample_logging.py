@@ -42,7 +42,7 @@ def write_response_samples(
 def _sample_images(
     session: BaseSession, questions: Sequence[Question], responses: Sequence[str]
 ) -> list[Image.Image | None]:
-    """Return the images of the questions, or those drawn from the responses, to be scored."""
+    """Return the images of the questions, or else those drawn from the responses."""
     sheets = [_contact_sheet(each) for each in questions]
     rewards = {**session.reward.scorers, **session.eval_reward.scorers}
     preview = next((p for each in rewards.values() if (p := each.preview) is not None), None)
@@ -53,7 +53,7 @@ def _sample_images(
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """Return a copy of at most MAX_SIDE pixels."""
+    """Return a copy of at most MAX_SIDE pixels per side."""
     image = image.copy()
     image.thumbnail((MAX_SIDE, MAX_SIDE))
     return image

@@ -29,7 +29,7 @@ from flow_grpo.vlm.prompts import EncodedPrompt
 
 logger = logging.getLogger("flow_grpo")
 
-SLOT_FRACTION = 0.7  # of the free memory, at most; the next prompts and logits need the rest
+SLOT_FRACTION = 0.7  # of the free memory, at most; the rest is for the next prompts and logits
 STEPS_PER_CHECK = 4  # steps between checks for finished responses, each of which syncs with the GPU
 MAX_OCCUPANCY = 15 / 16  # refill at or below this: starting several at once is cheaper
 COMPACTION_THRESHOLD = 0.8  # compact when this fraction of the rows or less is active
@@ -103,7 +103,7 @@ class Sampler:
         )
         self.step: DecodingStep | DecodingGraphs = self.eager_step
         self.slots: DecodingSlots | None = None
-        self.max_slots = 0  # that fit in memory; known once slots are allocated
+        self.max_slots = 0  # slots that fit in memory; known once slots are allocated
 
     def sample(
         self,
@@ -200,7 +200,7 @@ class Sampler:
         size = slot_bytes(batch.prefilled, columns, self.steps, dtype)
         self.max_slots = max(1, int(SLOT_FRACTION * free_memory(self.device) / size))
         if self.max_slots < rows:
-            logger.info("memory for %d of %d concurrent responses", self.max_slots, rows)
+            logger.info("memory allows %d, not %d, concurrent responses", self.max_slots, rows)
             rows = self.max_slots
         self.slots = DecodingSlots(batch.prefilled, rows, columns, self.steps, dtype)
         self.step = DecodingGraphs(self.eager_step) if self.use_cuda_graphs else self.eager_step

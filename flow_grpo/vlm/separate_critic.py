@@ -2,14 +2,14 @@
 
 Both start it from a pretrained model with a scalar head (verl/workers/fsdp_workers.py:204 of
 EasyR1) and minimise 0.5 max((V - R)^2, (clip(V, V_old +- c) - R)^2), averaged over the tokens of an
-update (verl/trainer/core_algos.py:548-552 and verl/workers/critic/dp_critic.py:234), with an
-optimizer, a learning rate and a gradient clipping of its own. During its warm-up, only the critic
-is trained (verl/trainer/ray_trainer.py:659).
+update (verl/trainer/core_algos.py:548-552 and verl/workers/critic/dp_critic.py:234), with its own
+optimizer, learning rate and gradient clipping. During its warm-up, only the critic is trained
+(verl/trainer/ray_trainer.py:659).
 
-Here the critic is a part of the policy's module, so that checkpoints, DDP, FSDP2 and ZeRO-3 treat
+Here the critic is part of the policy's module, so that checkpoints, DDP, FSDP2 and ZeRO-3 treat
 both alike. Adam's step does not depend on the scale of the loss, and the gradients of the two are
-clipped separately, so one optimizer with two parameter groups takes the same steps as two. The
-scalar head starts at zero instead of at random.
+clipped separately, so one optimizer with two parameter groups takes the same steps as two
+optimizers. The scalar head is initialized to zero instead of randomly.
 """
 
 from dataclasses import replace
@@ -27,15 +27,15 @@ from flow_grpo.vlm.models import find_family
 from flow_grpo.vlm.network import PolicyModel, build_value_head
 from flow_grpo.vlm.packing import PackedBatch
 
-# settings of the vision tower that the inputs of the policy's image processor depend on
+# vision settings that the outputs of the image processor depend on
 IMAGE_FIELDS = ("patch_size", "spatial_merge_size", "temporal_patch_size", "image_size")
 
 
 class SeparateCritic(nn.Module):
-    """A model without LM head that predicts the value of each token.
+    """A model without an LM head that predicts the value of each token.
 
     Args:
-        network: The model, which reads the same packed rows as the policy.
+        network: Model that reads the same packed rows as the policy.
     """
 
     def __init__(self, network: PolicyModel) -> None:
@@ -50,8 +50,8 @@ class SeparateCritic(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         """Return the value of every token of a batch, (tokens,).
 
-        Models of one family pad their embeddings to different sizes; the policy may sample an id
-        that the critic does not have, which no text contains.
+        Models of one family pad their embeddings to different sizes, so the policy may sample an
+        id that the critic does not have; such ids do not occur in text.
         """
         last = self.network.model.get_input_embeddings().num_embeddings - 1
         ids = batch.inputs.input_ids.clamp(max=last)
@@ -65,7 +65,7 @@ def check_critic_model(policy: str, critic: str, revision: str = "main") -> None
 
     Args:
         policy: Directory or hub id of the policy's model.
-        critic: The same of the critic's model.
+        critic: Directory or hub id of the critic's model.
         revision: Revision of the policy's model on the hub.
     """
     policy, critic = local_model(policy, revision), local_model(critic, field="train.critic_model")
@@ -125,11 +125,11 @@ def _load_tokenizer(source: str, revision: str, field: str) -> PreTrainedTokeniz
 def build_critic(
     model: nn.Module, settings: dict[str, Any], *, freeze_vision: bool
 ) -> SeparateCritic:
-    """Build a critic of which all weights are trained, except those of a frozen tower.
+    """Build a critic whose weights are all trained, except those of a frozen vision tower.
 
     Args:
         model: The critic's transformers model.
-        settings: Further arguments of `PolicyModel`, those of the policy.
+        settings: Further arguments of `PolicyModel`, the same as for the policy.
         freeze_vision: Whether the vision tower stays frozen.
     """
     critic = SeparateCritic(PolicyModel(model, **settings))

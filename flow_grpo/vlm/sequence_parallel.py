@@ -1,22 +1,22 @@
-"""Sequence parallelism: the processes of a group train on each micro-batch together (Ulysses).
+"""Sequence parallelism: the processes of a group jointly train on each micro-batch (Ulysses).
 
 The activations of a response of 32,000 tokens may not fit on one GPU. Each of N processes therefore
 computes the decoder layers for 1/N of the columns of every row. Attention needs all columns: an
-all-to-all exchange turns (H heads, S/N columns) into (H/N heads, S columns), and another one turns
-the result back (Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509).
+all-to-all exchange turns (H heads, S/N columns) into (H/N heads, S columns), and another one
+reverses it (Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509).
 
     embeddings, vision tower      all columns, on every process
     decoder layers                S/N columns; attention: S columns of H/N heads
     last hidden states            gathered
     log-probabilities and values  T/N of the T response tokens, then gathered
 
-The groups are those of diffusion's context parallelism, and so is the convention of gradients: the
-loss is the same on all processes of a group, each computes the gradient of what it computed itself,
-and the gradient of a weight is the SUM over the group (see `flow_grpo.training.finite.backward`).
-The adjoint of gathering hidden states therefore adds up the gradients of all processes, but that of
-gathering log-probabilities, from which all compute the same loss, keeps the own part.
+Groups and the convention for gradients are those of context parallelism for diffusion: the loss is
+the same on all processes of a group, each computes the gradient of its own computation, and the
+gradient of a weight is the SUM over the group (see `flow_grpo.training.finite.backward`).
+The adjoint of gathering hidden states therefore sums the gradients of all processes. The adjoint of
+gathering log-probabilities, from which all processes compute the same loss, keeps the own part.
 
-Groups only exist in training. Samples are generated on each process, and then exchanged.
+Groups exist only in training. Samples are generated on each process and then exchanged.
 """
 
 import math
@@ -54,7 +54,7 @@ class SequenceShards:
         return self.ranks.context_size
 
     def pad(self, inputs: ModelInputs) -> ModelInputs:
-        """Append padding columns until the processes have equally many."""
+        """Append padding columns until their number is divisible by the number of processes."""
         missing = -inputs.input_ids.shape[1] % self.size
         return replace(
             inputs,
@@ -72,9 +72,9 @@ class SequenceShards:
         return _GatherColumns.apply(hidden, self)
 
     def own_tokens(self, count: int, device: torch.device) -> Tensor:
-        """Return the indices of the tokens that this process scores, equally many on each.
+        """Return the indices of the tokens that this process scores, equally many on each process.
 
-        If the processes do not divide `count`, the last ones repeat the last token.
+        If `count` is not divisible by the number of processes, the last token is repeated.
         """
         share = math.ceil(count / self.size)
         first = self.ranks.context_rank * share
@@ -92,7 +92,7 @@ class SequenceShards:
         """Return attention over all columns for those of this process, (B, S/N, heads, head_dim).
 
         Args:
-            attention: Computes it for tensors (B, own heads, S, head_dim).
+            attention: Function that computes it for tensors (B, own heads, S, head_dim).
             query: Queries of the own columns, (B, heads, S/N, head_dim).
             key: Keys of the own columns, with fewer heads in grouped-query attention. If there are
                 fewer than processes, several processes get the same one.
@@ -115,7 +115,7 @@ class SequenceShards:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all: part i of the first dimension goes to process i; it is its own adjoint."""
+    """All-to-all that sends part i of the first dimension to process i; its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -127,7 +127,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Send each part of the gradient to where its input came from."""
+        """Send each part of the gradient to the process that its input came from."""
         return _Exchange.apply(gradient, ctx.ranks), None
 
 
@@ -206,7 +206,7 @@ def _gather_output(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
 
 
 def check_heads(size: int, config: PretrainedConfig) -> None:
-    """Reject a group size that does not suit the attention heads of a model, given its config."""
+    """Reject a group size that is incompatible with the attention heads in a model's config."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     if heads % size:

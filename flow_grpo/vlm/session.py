@@ -16,6 +16,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
+from flow_grpo.modelscope_hub import local_model
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import SessionBuilder, StartFinder
 from flow_grpo.training.config_changes import check_same_goal
@@ -204,6 +205,7 @@ def _open_run(
     check_tensor_parallel(tensor_parallel, accelerator.num_processes)
     if (size := config.train.sequence_parallel) > 1:
         source, revision = config.pretrained.model, config.pretrained.revision
+        source = local_model(source, revision)
         find_family(source, revision)  # explains a model that cannot be read
         check_heads(
             size,

@@ -1,4 +1,4 @@
-"""Models and datasets of ModelScope, with a local directory in place of a download."""
+"""Models and datasets of ModelScope; local directories replace downloads."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -19,7 +19,7 @@ from flow_grpo.vlm.models import find_family, load_processors
 
 @pytest.fixture
 def downloads(tmp_path, monkeypatch):
-    """Return the directory of repositories by name and the requests for them."""
+    """Return the directory of each repository by name, and the list of download requests."""
     requests = []
 
     def snapshot_download(model_id: str, revision: str = "master") -> str:

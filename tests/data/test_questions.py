@@ -213,7 +213,7 @@ def test_cached_images_of_parquet_files_are_not_kept_in_memory(folder, monkeypat
 
 
 def test_a_parquet_file_is_read_with_bounded_memory(folder, monkeypatch):
-    """It is that of a page, also if all images are in one row group."""
+    """Memory use is bounded by a page, even if all images are in one row group."""
     rows, size = 64, 2**18
     generator = np.random.default_rng(0)
     images = [[{"bytes": generator.bytes(size), "path": None}] for _ in range(rows)]

@@ -20,7 +20,7 @@ from flow_grpo.vlm.policy import VlmPolicy
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}
 RESUMED = {"num_epochs": 2, "resume": "auto"}
 RUNS = {
-    # with a value head of its own model
+    # with a separate critic, which has its own value head
     "lora": {"train.ema": True, "train.advantage": "gae", "train.critic": "separate"},
     "full": {
         "use_lora": False,

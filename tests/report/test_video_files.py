@@ -85,7 +85,7 @@ def test_a_gif_can_be_chosen_where_only_images_are_shown(tmp_path):
 
 
 def test_without_an_encoder_videos_with_sound_become_gif_and_wav(tmp_path, caplog):
-    """One message says so, however many videos are saved."""
+    """The message is logged once, regardless of the number of videos."""
     caplog.set_level("INFO", "flow_grpo")
     sound = Audio(np.sin(np.arange(800, dtype=np.float32))[None], 8000)
     videos = [Video(frames, fps=24, audio=sound) for frames in make_videos(2, 5)]

@@ -1,4 +1,4 @@
-"""DeQA-Score and Q-Align load remote code: tested with small model folders with such code."""
+"""DeQA-Score and Q-Align with remote code, which small model directories contain here."""
 
 import sys
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_model_without_a_score_method_is_rejected(write):
 
 
 def test_q_align_grades_the_task(write):
-    """Aesthetics are graded as the inverse here, so that the tasks differ."""
+    """In this model, the grade for aesthetics is the inverse, so that the tasks differ."""
     invert = "bright = bright if task_ == 'quality' else 1 - bright"
     code = MODELING.replace("self, images)", "self, images, task_, input_)")
     code = code.replace(

@@ -1,4 +1,4 @@
-"""Image rewards of text, drawn by a diffusion model, and the rewards that guard against drift."""
+"""Image rewards of responses drawn by a diffusion model, and rewards that guard against drift."""
 
 import hashlib
 from dataclasses import replace
@@ -49,7 +49,7 @@ def build(*names, draw=SETTINGS, **options):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """The rewards of two image rewards that share a diffusion model."""
+    """Return two drawn rewards that share a diffusion model."""
     return build("drawn:brightness", "drawn:prompt_length")
 
 
@@ -136,7 +136,7 @@ def test_several_images_are_averaged(drawn):
 
 
 def test_an_image_that_is_not_finite_has_no_score(drawn):
-    """As a black image it might score well."""
+    """Replaced with a black image, it might get a good score."""
     scorer = drawn["drawn:brightness"]
     renderer = scorer.images._renderer
     decode = renderer.adapter.decode

@@ -76,7 +76,7 @@ def model(folder) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def checkpoint(model, folder, tmp_path_factory) -> str:
-    """Convert the pickled module with the command; return the file."""
+    """Convert the pickled module with the command and return the new file."""
     root = tmp_path_factory.mktemp("mps")
     clip = CLIPModel.from_pretrained(folder)  # that of `model` has hooks, which cannot be pickled
     clip.load_state_dict(model.model.state_dict())
@@ -113,7 +113,7 @@ def attention(queries, keys, values, allowed):
 
 
 def encode(model, tokenizer, text):
-    """Return the projected tokens of a text, padded, and that of its end."""
+    """Return the projected tokens of a padded text and the projected end token."""
     options = {"padding": "max_length", "truncation": True, "max_length": LENGTH}
     ids = torch.tensor([tokenizer(text, **options)["input_ids"]])
     hidden = model.text_model(ids, output_hidden_states=True).hidden_states[-1]

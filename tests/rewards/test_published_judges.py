@@ -193,13 +193,13 @@ def test_editscore_is_the_published_formula():
 
 
 class SmallJudge:
-    """A small random Qwen2.5-VL, whose grades are read from its logits of the next token."""
+    """Small random Qwen2.5-VL whose grades are derived from its next-token logits."""
 
     def __init__(self) -> None:
         self.model = build_model("qwen2_5_vl", 0)
 
     def grades(self, parts: list[str | Image.Image]) -> list[float]:
-        """Return two grades from 0 to 25 of a message of texts and images."""
+        """Return two grades from 0 to 25 for a message of texts and images."""
         visuals = [image_patches(part, (56, 56)) for part in parts if not isinstance(part, str)]
         pads = f"<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>"
         unknown = f"[^{re.escape(''.join(CHARACTERS))}]"
@@ -207,7 +207,7 @@ class SmallJudge:
         ids = token_ids(f"<|im_start|>{''.join(texts)}<|im_end|><|im_start|>", ())
         states = hidden_states(self.model, ids, visuals)
         logits = self.model.lm_head(states[-1])
-        # a steep function, because the logits of a random model differ little
+        # a steep function, because a random model's logits hardly differ
         return [round(12.5 + 12.5 * torch.sin(20 * logit).item(), 3) for logit in logits[-2:]]
 
     def __call__(self, request) -> str:
@@ -217,7 +217,7 @@ class SmallJudge:
 
 
 def test_editscore_of_a_small_qwen_vl_is_the_published_formula():
-    """The judge's class, template and order of images count; batches do not."""
+    """Scores depend on the judge's class, its template and the image order, but not on batches."""
     judge, instruction = SmallJudge(), "make it grey"
     noise = np.random.default_rng(0).integers(0, 256, (4, 56, 56, 3), dtype=np.uint8)
     images = [Image.fromarray(each) for each in noise]

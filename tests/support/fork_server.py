@@ -27,7 +27,7 @@ import threading
 from pathlib import Path
 
 SOCKET = "FLOW_GRPO_WARM_SOCKET"
-# the interpreter with which a forked script starts other scripts: see `interpreter`
+# interpreter with which a forked script starts other scripts; see `interpreter`
 INTERPRETER = "FLOW_GRPO_WARM_PYTHON"
 # a file to which a forked script writes the names of all imported modules when it ends
 IMPORTS = "FLOW_GRPO_WARM_IMPORTS"
@@ -161,7 +161,7 @@ def forward_signals(arguments: list[str]) -> None:
 def serve(listener: socket.socket) -> list[str]:
     """Fork for each request until standard input is closed.
 
-    A child has no threads but the one that forks, and would wait for locks of others forever.
+    A child has only the forking thread and would wait forever for locks held by other threads.
     Returns only in the process of a script, with its arguments. Its parent, a child of the server,
     waits for it.
     """

@@ -128,8 +128,8 @@ INTERNVL = {
     "tie_word_embeddings": True,
 }
 
-# alternating layers, a window shorter than an image, and logits scaled by another size than that of
-# a head
+# alternating layers, a window shorter than an image, and a softmax scale that differs from the head
+# size
 GEMMA3_TEXT = {
     **TEXT,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -155,7 +155,7 @@ GEMMA3 = {
     "eoi_token_index": END,
     "tie_word_embeddings": True,
 }
-# the tokens of an image where they are not Qwen's; the last one is repeated
+# image tokens of families whose tokens differ from Qwen's; the last one is repeated
 IMAGE_TOKENS = {
     "internvl": ["<img>", "</img>", "<IMG_CONTEXT>"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],

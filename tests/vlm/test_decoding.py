@@ -156,7 +156,7 @@ def test_small_slots_are_freed_before_larger_ones_are_allocated(family, prompts,
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
 def test_as_many_slots_as_fit_in_memory(name, tmp_path, monkeypatch):
-    """Fewer slots sample the same responses, and both batches use the same slots."""
+    """With fewer slots, the responses are the same, and both batches use the same slots."""
     network = PolicyModel(small_vlm.build(name))
     encoder = small_vlm.encoder(network.model)
     prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]

@@ -246,7 +246,7 @@ def test_an_environment_error_ends_only_its_episode(questions, tmp_path, trouble
         assert (len(sample.episode.responses), sample.episode.reward) == (2, 1.0)
         assert sample.episode.failure == ""
     bad = samples[1]
-    if trouble == "replaced":  # the model cannot end its episode by a call with a long result
+    if trouble == "replaced":  # a call with a long result must not end the episode
         assert bad.episode.observations == ["too long"]
         assert (len(bad.episode.responses), bad.episode.failure) == (2, "")
         return
@@ -381,7 +381,7 @@ def test_a_run_trains_episodes_and_adds_their_rewards(settings, tmp_path):
 
 
 def test_gae_credits_each_turn_with_its_own_reward(settings, tmp_path, monkeypatch):
-    """The values are still zero, so that returns are sums of the rewards that follow."""
+    """Values are still zero, so each return is the sum of the rewards that follow."""
     seen, assign = [], vlm_runs.train_vlm.assign_advantages
 
     def watched(session, rollout, tensors):

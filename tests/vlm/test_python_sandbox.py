@@ -1,4 +1,4 @@
-"""The Python tool: what a hostile model tries ends within its limits, and the episode goes on."""
+"""The Python tool: hostile code ends within its limits, and the episode continues."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def call(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def sandbox() -> PythonSandbox:
-    """Return a sandbox for code that ends by itself."""
+    """Return a sandbox for code that terminates."""
     sandbox = PythonSandbox(timeout=60.0, error_reward=-0.5)
     sandbox.reset({"answer": SECRET})
     return sandbox
@@ -40,12 +40,12 @@ def sandbox() -> PythonSandbox:
 
 @pytest.fixture(scope="module")
 def hurried() -> PythonSandbox:
-    """Return a sandbox for code that never ends by itself."""
+    """Return a sandbox with a short timeout for code that does not terminate."""
     return PythonSandbox(timeout=1.0, error_reward=-0.5)
 
 
 def observe(sandbox: PythonSandbox, code: str) -> str:
-    """Run the code and return the text of the observation; the episode must go on."""
+    """Run the code and return the text of the observation; the episode must continue."""
     (text, images), reward, done = sandbox.step(call(code))
     assert (images, done) == ([], False)
     inner = text.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
@@ -72,7 +72,7 @@ def test_calls_do_not_share_files(sandbox):
 
 
 MEMORY = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-# what hostile code does, and what the model sees of it
+# hostile code, and the observation that the model gets
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", "PermissionError"),
     "subprocess": ("import subprocess\nsubprocess.run(['/bin/sh'])", "Error"),
@@ -164,7 +164,7 @@ def test_endless_code_is_killed(hurried, attack):
 
 
 def test_code_is_killed_at_its_limit_of_cpu_time():
-    """Also if it runs as process 1 of its namespace, which ignores most signals."""
+    """This includes process 1 of a PID namespace, which ignores most signals."""
     code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
     _, ending = python_sandbox.run_isolated(code, timeout=60.0, memory=2**29, namespaces=True)
     assert ending == "signal 9"
@@ -189,7 +189,7 @@ def test_hostile_code_reaches_neither_the_network_nor_files(sandbox, tmp_path):
 
 
 def test_hostile_code_finds_no_copy_of_the_answer(sandbox):
-    """It searches its own memory, the only one it can read."""
+    """It searches its own memory, the only memory it can read."""
     code = (
         "import gc, sys\n"
         "found = [x for x in gc.get_objects() if isinstance(x, dict) and 'answer' in x]\n"
@@ -267,7 +267,7 @@ def test_code_ends_with_its_launcher(tmp_path):
 
 
 def test_a_missing_protection_is_an_error_unless_it_is_waived(monkeypatch, capsys, tmp_path):
-    """A launcher that requests impossible namespaces stands for a system without them."""
+    """A launcher that requests invalid namespaces simulates a system without namespaces."""
     text = Path(sandbox_launcher.__file__).read_text()
     assert "unshare(NAMESPACES)" in text
     broken = text.replace("unshare(NAMESPACES)", "unshare(NAMESPACES | 1)")

@@ -161,3 +161,14 @@ def test_zoom_without_an_image_is_an_observation():
     assert "no image" in observe(environment, call("zoom", box=[0, 0, 1, 1]))[0]
     with raises_user_error("pixels, fraction", field="environment_options.units"):
         ImageZoom("miles")
+
+
+def test_options_are_not_rounded(tmp_path):
+    (tmp_path / "corpus.txt").write_text("a document")
+    for field, build in {
+        "results": lambda: LocalSearch(str(tmp_path), results=1.5),
+        "size": lambda: ImageZoom(size=0.5),
+        "max_characters": lambda: LocalSearch(str(tmp_path), results=3, max_characters=149),
+    }.items():
+        with raises_user_error(field=f"environment_options.{field}"):
+            build()

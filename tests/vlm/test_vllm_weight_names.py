@@ -1,4 +1,4 @@
-"""Names of the weights that vLLM is sent, against the names that its models load.
+"""Compare the names of the weights sent to vLLM with the names that its models load.
 
 vllm_weight_names.toml has the latter, with the lines of vLLM's source.
 """
@@ -35,7 +35,7 @@ TEXT_CONFIGS = {
 
 
 def build(family: str) -> nn.Module:
-    """Build a small model with LoRA, whose names are not to be sent."""
+    """Build a small model with LoRA, whose adapter names must not be sent."""
     if family in TEXT_CONFIGS:
         model = AutoModelForCausalLM.from_config(TEXT_CONFIGS[family])
     else:
@@ -45,7 +45,7 @@ def build(family: str) -> nn.Module:
 
 
 def component(name: str) -> dict:
-    """Return the shards and modules of a component, with those it shares with another."""
+    """Return the shards and modules of a component, including inherited ones."""
     own = TABLE["components"][name]
     base = component(own["like"]) if "like" in own else {"stacked": [], "modules": ()}
     modules = own.get("modules", "").split() or base["modules"]
@@ -85,7 +85,7 @@ def test_vllm_loads_every_weight_and_gets_all_of_its_own(name):
         )
         expected.add(f"{prefix}lm_head")
     assert found.keys() == expected - {*family.get("absent", "").split()}
-    # a packed module gets all of its shards, or a matrix that is already packed
+    # a packed module gets either all of its shards or an already packed matrix
     for prefix, part in parts.items():
         for module in part["modules"]:
             packed = f"{prefix}{module}"

@@ -27,7 +27,7 @@ def test_rewards_must_score_text():
     config = fields.get_config()
     check_config(config)
     config.eval_reward_fn = ConfigDict({"ocr": 1.0})
-    with raises_user_error("math_answer", field="reward_fn.ocr"):
+    with raises_user_error("math_answer", field="eval_reward_fn.ocr"):
         check_config(config)
     config.custom_rewards = ConfigDict({"ocr": "my_module:ocr"})
     check_config(config)

@@ -681,7 +681,7 @@ def test_a_separate_critic_is_trained_alone_in_its_warmup_and_resumed(run):
     start = {f"model.{name}": weight for name, weight in small_vlm.build().named_parameters()}
     assert {name for name in warm if not name.startswith("value.")} <= start.keys()
     for name, weight in warm.items():
-        inner = name.removeprefix("value.network.")  # the critic starts as the policy does
+        inner = name.removeprefix("value.network.")  # the critic starts from the policy's weights
         before = torch.zeros_like(weight) if name.startswith("value.head") else start[inner]
         assert torch.equal(weight, before) != name.startswith("value."), name
     assert not [name for name in warm if "lm_head" in name or "visual" in name]
@@ -711,7 +711,7 @@ def test_the_gradients_of_a_separate_critic_are_clipped_separately(run):
 
 
 def test_a_separate_critic_has_the_values_of_its_own_model(tmp_path):
-    """A token that only the policy's embeddings have is any token to the critic."""
+    """The critic replaces a token that only the policy's embeddings have with another one."""
     policy = VlmPolicy(
         small_vlm.build(), processors=[], critic_model=small_vlm.build(seed=1), use_lora=False
     )

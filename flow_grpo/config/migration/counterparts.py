@@ -199,10 +199,10 @@ def ratio(values: Mapping[str, Any], above: Sequence[str], below: Sequence[str])
 
 
 def critic_of(model: Any, policy: Any) -> Settings:
-    """Return the settings of a critic with its own weights, as the other trainers have with GAE.
+    """Return the settings of a critic with its own weights, which other trainers use with GAE.
 
     Args:
-        model: What the critic starts from; None for the policy's model.
+        model: Model that the critic starts from; None for the policy's model.
         policy: The policy's model.
     """
     ours: Settings = {"train.critic": "separate"}

@@ -367,7 +367,7 @@ class ModelAdapter(ABC):
         return resize_and_crop(image, self.source_size.width, self.source_size.height)
 
     def load_source_frames(self, source: ImageSource) -> list[Image.Image]:
-        """Load a source image, or all frames of a source video, in the size the model takes."""
+        """Load a source image, or all frames of a source video, at the size the model expects."""
         if not is_video_source(source):
             return [self.load_source_image(source)]
         height, width, frames = self.source_size

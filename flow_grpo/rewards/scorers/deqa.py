@@ -18,7 +18,7 @@ from flow_grpo.rewards.frozen_model import SCORE, ModelScorer, Values
 from flow_grpo.rewards.loading import explain_load_errors
 from flow_grpo.rewards.option_checks import check_choice
 
-TASKS = ("quality", "aesthetics")  # of Q-Align, which are words of its prompt
+TASKS = ("quality", "aesthetics")  # of Q-Align; these words are inserted into its prompt
 MAX_GRADE = 5  # of the scale from 1 that the human raters used
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
@@ -78,7 +78,7 @@ class DeQA(ModelScorer):
 
 @dataclass(kw_only=True, eq=False)
 class QAlign(DeQA):
-    """Q-Align's quality or aesthetics of an image, from 1 to 5, divided by 5.
+    """Q-Align: quality or aesthetics of an image, graded from 1 to 5 and divided by 5.
 
     `score` is defined in Q-Future/Q-Align 14dfdff: q_align/model/modeling_mplug_owl2.py:268.
     """

@@ -30,14 +30,14 @@ CONDITION = (
     "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, limbs, "
     "structure, instance, texture, quantity, attributes, position, number, location, word, things."
 )
-CROSS, OWN = "0_fn_", "1_fn_"  # attention to the prompt, and among the image tokens
+CROSS, OWN = "0_fn_", "1_fn_"  # cross-attention to the prompt; self-attention of the image
 CROSS_PARTS = ("norm", "to_q", "to_kv", "to_out", "ff_0", "ff_2")
 OWN_PARTS = ("norm", "fused_attn_ff_proj", "attn_out", "ff_out_1")
 PARTS = {CROSS + part for part in CROSS_PARTS} | {OWN + part for part in OWN_PARTS}
 
 
 class CrossLayer(nn.Module):
-    """Attention to the prompt, then among the image tokens, each parallel to a SwiGLU layer."""
+    """Cross-attention to the prompt, then self-attention, each parallel to a SwiGLU layer."""
 
     def __init__(self, weights: loading.Weights) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CrossLayer(nn.Module):
         Args:
             x: Image tokens (N, T, D).
             prompt: Tokens of the prompts (N, L, D).
-            attended: Prompt tokens that are attended to, (N, 1, 1, L).
+            attended: Mask of the prompt tokens to attend to, (N, 1, 1, L) bool.
         """
         y = F.layer_norm(x, x.shape[-1:], self.parts[f"{CROSS}norm"])
         keys, values = self._linear(f"{CROSS}to_kv", prompt).chunk(2, dim=-1)
@@ -97,14 +97,14 @@ def _rotate(x: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class Mps(ClipSimilarity):
-    """MPS, the logit of image and prompt under a condition."""
+    """MPS: the logit of image and prompt under a condition."""
 
-    model: str = ""  # converted checkpoint, which its authors publish on Google Drive only
+    model: str = ""  # converted checkpoint; its authors publish it only on Google Drive
     processor: str = VIT_H  # model with the config, the tokenizer and the image processor
     condition: str = CONDITION
 
     def load_clip(self) -> nn.Module:
-        """Load CLIP and the layers after it."""
+        """Load CLIP and the cross-attention layers that follow it."""
         if not self.model:
             raise UserError(
                 f"needs the weights {NAME}.pth, linked in github.com/Kwai-Kolors/MPS",
@@ -139,7 +139,7 @@ class Mps(ClipSimilarity):
     def _score(self, pixels: Tensor, prompts: list[str]) -> Tensor:
         """Return the logits (N,) of preprocessed pixels (N, 3, H, W)."""
         clip, unique = self.network, list(dict.fromkeys(prompts))
-        # padding takes part, as in the authors' code
+        # padding tokens are included, as in the authors' code
         text = clip.text_model(self.tokenize([*unique, self.condition])["input_ids"])
         tokens = clip.text_projection(text.last_hidden_state)  # (unique prompts + 1, L, D)
         similar = (tokens[:-1].float() @ tokens[-1].float().T).amax(dim=-1)

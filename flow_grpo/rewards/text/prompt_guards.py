@@ -1,4 +1,4 @@
-"""Rewards that keep a rewritten prompt close to the user's, and short.
+"""Rewards that keep a rewritten prompt short and close to the user's prompt.
 
 They guard the training of a prompt enhancer (docs/vlm/prompt_enhancer.md) against drift: without
 them, a language model may drop parts of a request that its image reward does not measure.
@@ -25,8 +25,9 @@ KIND = "an encoder of texts"
 class PromptSimilarity(FrozenModel, Scorer):
     """Score how much of the question is left in the rewritten prompt, from 0 to 1.
 
-    Without a model, it is the fraction of the question's words that the prompt contains: added
-    words cost nothing. With a text encoder, it is the cosine of the mean token embeddings.
+    Without a model, the score is the fraction of the question's words that the prompt contains;
+    added words are not penalised. With a text encoder, it is the cosine similarity of the mean
+    token embeddings.
 
     Args:
         model: Text encoder of transformers, such as sentence-transformers/all-MiniLM-L6-v2.
@@ -100,8 +101,8 @@ class PromptLength(ResponseScorer):
     """Score 0 for a short rewritten prompt, falling linearly to -1 beyond `limit` words.
 
     Args:
-        limit: Words without a penalty. CLIP encoders read about 50 and ignore the rest.
-        buffer: Further words until the score is -1.
+        limit: Number of words without a penalty. CLIP encoders read about 50 and ignore the rest.
+        buffer: Number of further words at which the score reaches -1.
     """
 
     name = "prompt_length"
@@ -126,7 +127,7 @@ def split_words(text: str) -> list[str]:
 
 
 def kept_words(prompt: str, question: str) -> float:
-    """Return the fraction of the question's words that the prompt contains, counting repeats."""
+    """Return the fraction of the question's words, with repeats, that the prompt contains."""
     wanted = Counter(split_words(question))
     if not wanted:
         return 1.0

@@ -22,7 +22,7 @@ from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput, image
 from flow_grpo.rewards.text.scorers import check_responses
 
 KIND = "a sequence-classification model"
-STATISTICS = ("mean", "std")  # fields of the config with those of the scores of test pairs
+STATISTICS = ("mean", "std")  # config fields with the statistics of the test pairs' scores
 PADDING_VALUES = {"attention_mask": 0, "token_type_ids": 0}  # other inputs get the pad token
 # imported for models with a vision encoder only: their image processing is in a layer above this
 FIND_VISION_CLASSIFIER = "flow_grpo.vlm.reward_models.scorer:find_vision_classifier"
@@ -62,7 +62,7 @@ class RewardModel(FrozenModel, Scorer):
         model: Model directory or hub id.
         label: Name of the label of a model with several.
         max_length: Maximum number of tokens, beyond which there is no score; 0 for the model's.
-        normalize: Subtract `mean` from the scores and divide them by `std`, both of the model's
+        normalize: Subtract `mean` from the scores and divide by `std`, both from the model's
             config, as `normalize_reward` of OpenRLHF and LMM-R1 does.
     """
 
@@ -146,7 +146,7 @@ class RewardModel(FrozenModel, Scorer):
         return names.index(self.label)
 
     def _find_statistics(self, config: Any) -> tuple[float, float]:
-        """Return mean and standard deviation of the scores of the test pairs of its training."""
+        """Return the mean and standard deviation of the test pairs' scores from the config."""
         found = [getattr(config, name, None) for name in STATISTICS]
         numbers = [n for n in found if isinstance(n, int | float) and math.isfinite(n)]
         if len(numbers) < len(STATISTICS) or numbers[1] <= 0:

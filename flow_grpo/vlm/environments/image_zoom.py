@@ -30,8 +30,7 @@ class ImageZoom(ToolEnvironment):
     Args:
         units: Units of a box: "pixels" of the image in the dataset, "fraction" of its width and
             height (0 to 1), or "thousandths" of them (0 to 1000).
-        size: Length of the longer side of a crop in pixels, to which it is resized; 0 keeps its
-            pixels.
+        size: Length in pixels to which the longer side of a crop is resized; 0 keeps its size.
         error_reward: Reward of a turn whose call fails.
     """
 
@@ -46,15 +45,15 @@ class ImageZoom(ToolEnvironment):
                 value=units,
             )
         self.far_edge = UNITS[units]
-        self.size = int(check_option("size", size, 0, 4096))
+        self.size = check_option("size", size, 0, 4096, whole=True)
         self.images: list[Image.Image] = []
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Keep the images of the question."""
+        """Store the images of the question."""
         self.images = row["images"]
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Return the crop."""
+        """Return the requested crop."""
         if not self.images:
             raise ToolError("the question has no image")
         number = arguments.get("image", 1)
@@ -72,12 +71,12 @@ class ImageZoom(ToolEnvironment):
 
 
 def pixel_box(box: Any, size: tuple[int, int], far_edge: float | None) -> tuple[int, ...]:
-    """Return a box in whole pixels that contains the requested one.
+    """Return the smallest box in whole pixels that contains the requested box.
 
     Args:
-        box: Left, top, right and bottom as the model wrote them.
+        box: Left, top, right and bottom, as written by the model.
         size: Width and height of the image.
-        far_edge: Coordinate of the right and bottom edge; None for pixels.
+        far_edge: Coordinate of the right and bottom edges; None for pixels.
 
     Raises:
         ToolError: If it is not a box inside the image.

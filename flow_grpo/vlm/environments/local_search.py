@@ -7,8 +7,8 @@ The score of a document d for a query is, over the terms t of the query,
     sum_t  idf(t) * f(t, d) / (f(t, d) + k1 * (1 - b + b * |d| / mean |d|))
     idf(t) = log(1 + (N - n(t) + 0.5) / (n(t) + 0.5))
 
-with the frequency f of a term in a document, N documents, n(t) documents with the term, k1 = 1.2
-and b = 0.75 (Robertson et al., TREC-3, 1994; in this form, whose idf is never negative:
+with the frequency f of a term in a document, N documents, n(t) documents that contain the term,
+k1 = 1.2 and b = 0.75 (Robertson et al., TREC-3, 1994; this form, whose idf is never negative, is in
 apache/lucene, lucene/core/src/java/org/apache/lucene/search/similarities/BM25Similarity.java, lines
 84 and 101, and `explainTF`).
 """
@@ -37,6 +37,7 @@ from flow_grpo.vlm.environments.tool_calls import (
 K1, B = 1.2, 0.75
 MAX_QUERY_CHARACTERS = 1000
 MAX_DOCUMENTS = 10**6
+MIN_DOCUMENT_CHARACTERS = 50  # of an observation
 TEXT_SUFFIXES, JSON_SUFFIX = (".txt", ".md"), ".jsonl"
 WORD = re.compile(r"\w+")
 
@@ -51,10 +52,10 @@ class LocalSearch(ToolEnvironment):
     """Environment with the tool `search`.
 
     Args:
-        corpus: A JSONL file with the column `text` and optionally `title`, or a folder with such
-            files and text files (.txt, .md), each paragraph of which is a document.
+        corpus: A JSONL file with the column `text` and optionally `title`, or a directory of such
+            files and text files (.txt, .md), whose paragraphs are the documents.
         results: Maximum number of documents per search.
-        max_characters: Maximum length of an observation, shared equally by its documents.
+        max_characters: Maximum length of an observation, divided equally among its documents.
         error_reward: Reward of a turn whose call fails.
     """
 
@@ -68,12 +69,19 @@ class LocalSearch(ToolEnvironment):
         error_reward: float = 0.0,
     ) -> None:
         super().__init__(error_reward)
-        self.results = int(check_option("results", results, 1, 100))
-        self.max_characters = int(check_option("max_characters", max_characters, 50, 10**5))
+        self.results = check_option("results", results, 1, 100, whole=True)
+        self.max_characters = check_option("max_characters", max_characters, 50, 10**5, whole=True)
+        if self.max_characters < MIN_DOCUMENT_CHARACTERS * self.results:
+            raise UserError(
+                f"must be at least {MIN_DOCUMENT_CHARACTERS} per result, i.e. "
+                f"{MIN_DOCUMENT_CHARACTERS * self.results}",
+                field="environment_options.max_characters",
+                value=max_characters,
+            )
         self.index = load_index(str(corpus))
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the best documents for the query, or that there are none."""
+        """Return the best documents for the query, or a message that there are none."""
         query = text_argument(arguments, "query", MAX_QUERY_CHARACTERS)
         found = self.index.search(query, self.results)
         if not found:
@@ -89,7 +97,7 @@ class Bm25Index:
     """Inverted index with the weight of each term in each document.
 
     Args:
-        documents: The corpus, not empty.
+        documents: The corpus, which must not be empty.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
@@ -101,7 +109,7 @@ class Bm25Index:
         for number, terms in enumerate(counts):
             for term, count in terms.items():
                 postings.setdefault(term, []).append((number, count))
-        # by term: its documents (n,) and the terms of their scores (n,)
+        # by term: indices of its documents (n,) and its contribution to their scores (n,)
         self.postings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for term, entries in postings.items():
             index, frequency = np.array(entries).T
@@ -118,14 +126,14 @@ class Bm25Index:
         return scores
 
     def search(self, query: str, most: int) -> list[Document]:
-        """Return up to `most` documents with a term of the query; ties in the corpus's order."""
+        """Return up to `most` documents that contain a query term; ties keep the corpus order."""
         scores = self.scores(query)
         order = np.argsort(-scores, kind="stable")[:most]
         return [self.documents[i] for i in order if scores[i] > 0]
 
 
 def split_terms(text: str) -> list[str]:
-    """Return the runs of letters and digits of a text in lower case."""
+    """Return the words of a text in lower case."""
     return WORD.findall(text.lower())
 
 
@@ -154,7 +162,7 @@ def load_index(corpus: str) -> Bm25Index:
 
 
 def _read_documents(path: Path) -> Iterator[Document]:
-    """Yield the documents of a file, or of the files of a folder in the order of their names."""
+    """Yield the documents of a file, or of all files of a directory in alphabetical order."""
     if path.is_dir():
         for each in sorted(path.rglob("*")):
             if each.is_file() and each.suffix in (*TEXT_SUFFIXES, JSON_SUFFIX):
@@ -173,5 +181,6 @@ def _parse_line(line: str, where: str) -> Document:
     row = parse_json(line, where)
     texts = [row.get("title") or "", row.get("text")] if isinstance(row, dict) else [None]
     if not all(isinstance(each, str) for each in texts):
-        raise UserError("must be a JSON object with the texts `text` and `title`", field=where)
+        rule = "must be a JSON object with the strings `text` and, optionally, `title`"
+        raise UserError(rule, field=where)
     return Document(*texts)

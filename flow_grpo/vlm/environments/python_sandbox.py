@@ -2,7 +2,7 @@
 
     <tool_call>{"name": "python", "arguments": {"code": "print(7 + 8)"}}</tool_call>
 
-The result is what the code prints, with the traceback of an exception. Every call starts a new
+The result is what the code prints, including the traceback of an exception. Every call starts a new
 interpreter with the standard library only; `sandbox_launcher.py` describes its isolation.
 """
 
@@ -32,7 +32,7 @@ from flow_grpo.vlm.environments.tool_calls import (
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 MAX_OUTPUT_BYTES = 2**18  # the code is killed when it prints more
-STARTUP_SECONDS = 10.0  # allowed for the start of the launcher, in addition to the time limit
+STARTUP_SECONDS = 10.0  # for the start of the launcher, in addition to the time limit
 MEBIBYTE = 2**20
 PROBE = "print('ready')"
 ENDINGS = {
@@ -53,7 +53,7 @@ class PythonSandbox(ToolEnvironment):
         timeout: Seconds per call, of both wall-clock and CPU time.
         memory_mb: Address space of the interpreter in MiB.
         max_characters: Maximum length of an observation.
-        allow_weak_isolation: Whether to run where the system does not support namespaces. Code can
+        allow_weak_isolation: Whether to run on systems without support for namespaces. Code can
             then read and change all files of the trainer's user.
         error_reward: Reward of a turn whose call fails or raises an exception.
     """
@@ -70,13 +70,13 @@ class PythonSandbox(ToolEnvironment):
     ) -> None:
         super().__init__(error_reward)
         self.timeout = check_option("timeout", timeout, 0.1, 3600)
-        self.memory = int(check_option("memory_mb", memory_mb, 64, 2**20)) * MEBIBYTE
-        self.max_characters = int(check_option("max_characters", max_characters, 50, 10**5))
+        self.memory = check_option("memory_mb", memory_mb, 64, 2**20, whole=True) * MEBIBYTE
+        self.max_characters = check_option("max_characters", max_characters, 50, 10**5, whole=True)
         self.namespaces = check_isolation(bool(allow_weak_isolation))
         self.longest_step = self.timeout + 2 * STARTUP_SECONDS
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Run the code; a failure becomes an error with the output so far."""
+        """Run the code; raise a ToolError with the output so far if it fails."""
         code = text_argument(arguments, "code")
         try:
             output, ending = run_isolated(
@@ -101,7 +101,8 @@ def run_isolated(code: str, *, timeout: float, memory: int, namespaces: bool) ->
         namespaces: Whether to use namespaces.
 
     Returns:
-        What it printed, and how it ended: "exit N", "signal N", "timeout" or "output" (too much).
+        The output, and how the code ended: "exit N", "signal N", "timeout", or "output" if it
+        printed too much.
 
     Raises:
         SandboxError: If the process cannot be started.
@@ -159,7 +160,7 @@ def _start_launcher(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bool]:
-    """Read the output up to its end, the limit or the deadline; return whether it was the end."""
+    """Read output up to its end, the limit or the deadline; return it and whether it is whole."""
     output, descriptor = b"", process.stdout.fileno()
     while len(output) <= MAX_OUTPUT_BYTES:
         left = deadline - time.monotonic()
@@ -174,7 +175,7 @@ def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[byt
 
 @functools.cache
 def check_isolation(allow_weak: bool) -> bool:
-    """Check which protections the system supports by running a program.
+    """Check which protections the system supports by running a test program.
 
     Args:
         allow_weak: Whether to accept missing namespaces.
@@ -213,7 +214,7 @@ def check_isolation(allow_weak: bool) -> bool:
             f"cannot run code ({error})", field="environment", value=PythonSandbox.__name__
         ) from error
     print(
-        f"warning: no file isolation ({reason}): code of the model can read and change all files "
+        f"warning: no file isolation ({reason}): the model's code can read and change all files "
         "of this user",
         file=sys.stderr,
     )
@@ -221,7 +222,7 @@ def check_isolation(allow_weak: bool) -> bool:
 
 
 def _probe(*, namespaces: bool, timeout: float, memory: int) -> None:
-    """Run a program that prints a word; raise SandboxError if it does not."""
+    """Run a test program; raise SandboxError if its output is not as expected."""
     output, ending = run_isolated(PROBE, timeout=timeout, memory=memory, namespaces=namespaces)
     if (output.strip(), ending) != ("ready", "exit 0"):
         raise SandboxError(f"a test program ended with {ending}: {output.strip()[-200:]!r}")

@@ -1,21 +1,21 @@
-"""Run untrusted Python code in an isolated process; only for Linux, without root.
+"""Run untrusted Python code in an isolated process on Linux, without root privileges.
 
 `python_sandbox.py` executes this file as a script with a plain interpreter; it imports nothing from
-this package. The protections, from the outside to the inside:
+this package. There are three layers of protection, listed from outside to inside:
 
 1. New user, mount, PID, network, IPC and UTS namespaces. The root directory becomes a small tmpfs
    with the interpreter and its libraries, mounted read-only, three devices and an empty working
-   directory. There is no /proc, no home directory, and no process but the code's own.
-2. Resource limits: CPU time, address space, size of files, open files, threads, core dumps.
-3. A seccomp filter, which rejects new processes, sockets, signals to others, tracing, memory that
-   resource limits do not count (shared, or pinned in pipes), and the system calls of namespaces and
-   mounts (a reduced attack surface of the kernel).
+   directory. There is no /proc, no home directory, and no process other than the code's own.
+2. Resource limits on CPU time, address space, file size, open files, threads and core dumps.
+3. A seccomp filter that rejects new processes, sockets, signals to other processes, tracing, memory
+   that resource limits do not count (shared, or pinned in pipes), and the system calls for
+   namespaces and mounts (which reduces the attack surface of the kernel).
 
 `no_new_privs` is set, and no capability survives the start of the interpreter (see capabilities(7):
 a process with a nonzero user id loses them on execve).
 
-The launcher itself stays outside of the PID namespace. It kills the code after a time limit, or
-when its standard input closes, so also when the trainer dies.
+The launcher itself stays outside the PID namespace. It kills the code after a time limit or when
+its standard input closes, which also happens when the trainer dies.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, call: str) -> None:
-    """Raise OSError, naming the call, if a C function has failed."""
+    """Raise an OSError that names the call if a C function has failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -115,11 +115,11 @@ def set_mount_attributes(target: str, attributes: int, flags: int = 0) -> None:
 def enter_namespaces() -> bool:
     """Move this process, and later its children, into new namespaces.
 
-    A helper process outside maps the user id: only it may map two of them, which root needs, whose
-    own id has no limit on threads.
+    A helper process outside the namespaces maps the user ids. Root, whose own id has no limit on
+    threads, needs two of them, which only a process outside may map.
 
     Returns:
-        Whether the code has to change to the user `NOBODY` (otherwise this process is it already).
+        Whether the code has to switch to the user `NOBODY` (otherwise this process already has).
     """
     parent, user, group = os.getpid(), os.geteuid(), os.getegid()
     entered_read, entered_write = os.pipe()
@@ -145,7 +145,7 @@ def enter_namespaces() -> bool:
 
 
 def map_user(process: int, user: int, group: int) -> int:
-    """Map the ids of a process in a new user namespace; return 1 if it is root and `NOBODY`."""
+    """Map the ids of a process in a new user namespace; return 1 if root is mapped as well."""
     write_file(f"/proc/{process}/setgroups", "deny")
     if user == 0:
         try:
@@ -153,7 +153,7 @@ def map_user(process: int, user: int, group: int) -> int:
             write_file(f"/proc/{process}/gid_map", both.format(group))
             write_file(f"/proc/{process}/uid_map", both.format(user))
             return 1
-        except OSError:  # a container without the user
+        except OSError:  # a container without the user `NOBODY`
             pass
     write_file(f"/proc/{process}/gid_map", f"{NOBODY} {group} 1\n")
     write_file(f"/proc/{process}/uid_map", f"{NOBODY} {user} 1\n")
@@ -161,7 +161,7 @@ def map_user(process: int, user: int, group: int) -> int:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a text with a single system call, which the files of /proc need."""
+    """Write a text with a single system call, as the files of /proc require."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -175,7 +175,7 @@ def build_root(root: str, folders: Sequence[str], files: Sequence[str]) -> None:
     mount("none", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MAX_INODES},mode=755")
     for path in dict.fromkeys(folders):
         inside = root + path
-        if os.path.islink(path):  # such as /lib where it is a part of /usr
+        if os.path.islink(path):  # such as /lib on systems where it links to /usr/lib
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             os.symlink(os.readlink(path), inside)
         elif os.path.isdir(path) and not os.path.exists(inside):
@@ -214,7 +214,7 @@ def bind_file(source: str, target: str, attributes: int) -> None:
 
 
 def hide_packages(folder: str) -> None:
-    """Mount empty directories over the installed packages of a Python in `folder`."""
+    """Mount empty directories over the packages of Python installations in `folder`."""
     for python in os.listdir(folder):
         for name in PACKAGE_FOLDERS:
             path = f"{folder}/{python}/{name}"
@@ -243,13 +243,13 @@ def set_limits(cpu_seconds: int, memory: int) -> None:
 def seccomp_filter(machine: str, process: int) -> bytes:
     """Return the filter as a program of classic BPF (linux/filter.h, linux/seccomp.h).
 
-    `clone` is allowed for threads only; `clone3`, whose flags a filter cannot read, pretends to be
-    missing, so that the C library uses `clone` instead. `tgkill`, which `abort` uses, is allowed
-    for the process itself.
+    `clone` is allowed only for threads. `clone3`, whose flags a filter cannot read, returns ENOSYS,
+    so that the C library falls back to `clone`. `tgkill`, which `abort` uses, is allowed only for
+    the process itself.
 
     Args:
         machine: Architecture, a key of `AUDIT_ARCH`.
-        process: Id of the process, in its own PID namespace.
+        process: Id of the process in its own PID namespace.
     """
     load, equal, above, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
     number, arch, first_argument = 0, 4, 16  # offsets in struct seccomp_data
@@ -291,7 +291,7 @@ def install_filter() -> None:
 
 
 def run_code(settings: dict, code: bytes, work: str, *, becomes_nobody: bool) -> None:
-    """Replace this process by an interpreter that runs the code; never returns."""
+    """Replace this process with an interpreter that runs the code; never return."""
     os.chdir(work)
     with open(CODE_FILE, "xb") as file:
         file.write(code)
@@ -303,7 +303,7 @@ def run_code(settings: dict, code: bytes, work: str, *, becomes_nobody: bool) ->
     os.dup2(null, 0)
     set_limits(settings["cpu_seconds"], settings["memory"])
     install_filter()
-    # unbuffered, because the output before a timeout counts; the order of sets is reproducible
+    # unbuffered, to keep the output before a timeout; the hash seed makes set order reproducible
     flags = ["-P", "-s", "-u", "-B", "-X", "utf8"]
     os.execve(settings["python"], [settings["python"], *flags, CODE_FILE], {"PYTHONHASHSEED": "0"})
 

@@ -1,6 +1,6 @@
-"""Tool calls in the format of Hermes and Qwen, and the base class of environments with a tool.
+"""Parse tool calls in the format of Hermes and Qwen; base class of environments with a tool.
 
-A response calls the tool with one JSON object in tags, and the next user turn has the result:
+A response calls the tool with one JSON object in tags, and the next user turn contains the result:
 
     <tool_call>
     {"name": "python", "arguments": {"code": "print(7 + 8)"}}
@@ -10,8 +10,8 @@ A response calls the tool with one JSON object in tags, and the next user turn h
     15
     </tool_response>
 
-A response without a call is the final answer and ends the episode. Invalid calls are answered by an
-error, so that the model can correct itself.
+A response without a call is the final answer and ends the episode. Invalid calls are answered with
+an error, so that the model can correct itself.
 """
 
 import json
@@ -31,11 +31,11 @@ ToolResult = str | tuple[str, list[Image.Image]]
 
 
 class ToolError(Exception):
-    """A call that fails; the message is shown to the model."""
+    """A failed call; the message is shown to the model."""
 
 
 def parse_tool_call(response: str, name: str) -> dict[str, Any] | None:
-    """Return the arguments of a response's call of the tool `name`; None without a call.
+    """Return the arguments of a response's call to the tool `name`; None if there is no call.
 
     Raises:
         ToolError: If the call is malformed, too long, or names another tool.
@@ -47,7 +47,7 @@ def parse_tool_call(response: str, name: str) -> dict[str, Any] | None:
     if len(text) > MAX_CALL_CHARACTERS:
         raise ToolError(f"the call has more than {MAX_CALL_CHARACTERS:,} characters")
     try:
-        call, end = json.JSONDecoder(strict=False).raw_decode(text)  # with line breaks in strings
+        call, end = json.JSONDecoder(strict=False).raw_decode(text)  # strings may have line breaks
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the call is not valid JSON ({first_line(error)})") from error
     if OPENING in text[end:]:
@@ -63,7 +63,7 @@ def parse_tool_call(response: str, name: str) -> dict[str, Any] | None:
 
 
 def text_argument(arguments: Mapping[str, Any], name: str, most: int = MAX_CALL_CHARACTERS) -> str:
-    """Return an argument that must be a text of at most `most` characters."""
+    """Return an argument that must be a string of at most `most` characters."""
     value = arguments.get(name)
     if not isinstance(value, str):
         raise ToolError(f'the argument "{name}" must be a text')
@@ -84,8 +84,8 @@ def shorten(text: str, most: int) -> str:
 class ToolEnvironment:
     """Environment with one tool; subclasses set `name` and implement `call`.
 
-    A result that cannot be shown, because it has too many tokens or a special token, is replaced by
-    `fallback_observation`. It must not end the episode: a model could then avoid its reward.
+    A result with too many tokens or a special token is replaced with `fallback_observation`. It
+    must not end the episode, because a model could then avoid its reward.
 
     Args:
         error_reward: Reward of a turn whose call fails, for example -0.1.
@@ -101,10 +101,10 @@ class ToolEnvironment:
         self.error_reward = check_option("error_reward", error_reward, -1e6, 1e6)
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Start an episode for a row of the data set."""
+        """Start an episode for a row of the dataset."""
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Run the tool; return a text, or a text and images.
+        """Run the tool and return a text, or a text and images.
 
         Raises:
             ToolError: If the call fails.
@@ -123,7 +123,7 @@ class ToolEnvironment:
             text, images = (result, []) if isinstance(result, str) else result
         except ToolError as error:
             text, reward = f"Error: {error}", self.error_reward
-        # a placeholder in a tool's output would stand for an image that does not exist
+        # a placeholder in a tool's output would refer to an image that does not exist
         for placeholder in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER):
             text = text.replace(placeholder, f"({placeholder[1:-1]})")
         text = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
@@ -131,12 +131,12 @@ class ToolEnvironment:
         return (f"{RESPONSE_OPENING}{text}{RESPONSE_CLOSING}", images), reward, False
 
 
-def check_option(name: str, value: Any, least: float, most: float) -> Any:
+def check_option(name: str, value: Any, least: float, most: float, *, whole: bool = False) -> Any:
     """Return an option of an environment that must be a number from `least` to `most`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         raise UserError(
-            f"must be a number from {least:g} to {most:g}",
+            f"must be {'a whole' if whole else 'a'} number from {least:g} to {most:g}",
             field=f"environment_options.{name}",
             value=value,
         )

@@ -78,7 +78,7 @@ def find_family(
     Args:
         source: Model directory or hub id.
         revision: Revision on the hub.
-        field: Setting that errors name.
+        field: Name of the setting, for error messages.
 
     Raises:
         UserError: If no family supports the model.
@@ -118,7 +118,7 @@ def load_model(
         dtype: Dtype of the weights.
         revision: Revision on the hub.
         base_precision: Quantization of the frozen weights.
-        field: Setting that errors name.
+        field: Name of the setting, for error messages.
 
     Raises:
         UserError: If no family supports it, if its files have missing or unexpected tensors, or if

@@ -1,12 +1,12 @@
-"""Gemma 3, whose image tokens attend to each other in both directions, with sliding windows.
+"""Gemma 3: bidirectional attention among the tokens of an image, and sliding-window layers.
 
-Two kinds of layers alternate. With positions p and q of a query and a key,
+There are two kinds of layers. A query at position p attends to a key at position q if
 
     full_attention       q <= p, or both tokens belong to the same image
-    sliding_attention    the same, and q > p - sliding_window
+    sliding_attention    the same condition holds, and q > p - sliding_window
 
-Training rows, prefill and decoding use these masks, so that ratios are exact. In a packed row the
-distance is that of the position ids, because several responses continue from one prompt.
+Training rows, prefill and decoding use these masks, so that ratios are exact. In a packed row,
+distances are measured by position ids, because several responses continue from one prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,29 +25,29 @@ from flow_grpo.vlm.models.text import TextModel
 from flow_grpo.vlm.packing import ModelInputs
 
 PIXELS = "pixel_values"
-# The chat template writes the first one for an image; the model reads the second one.
+# The chat template writes START_TOKEN for an image; the model reads IMAGE_TOKEN.
 START_TOKEN, IMAGE_TOKEN, END_TOKEN = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
 
 def attention_by_layer(attention: Tensor, positions: Tensor, window: int) -> dict[str, Tensor]:
-    """Return the masks of full and of sliding attention.
+    """Return the masks for full and for sliding attention.
 
     Args:
         attention: Visible pairs of tokens in layers with full attention, (B, 1, S, S) bool.
         positions: Position ids, (B, S).
-        window: Number of positions that a token attends to, with its own.
+        window: Number of positions that a token attends to, including its own.
     """
     near = positions[:, None, :] > positions[:, :, None] - window
     return {"full_attention": attention, "sliding_attention": attention & near[:, None]}
 
 
 def decoding_mask_by_layer(mask: Tensor, column: Tensor, window: int) -> dict[str, Tensor]:
-    """Return the masks of full and of sliding attention of one new token per row.
+    """Return the masks for full and for sliding attention of one new token per row.
 
     Args:
         mask: Additive mask, (rows, 1, 1, columns).
         column: Column of the new token, (rows,).
-        window: Number of columns that a token attends to, with its own.
+        window: Number of columns that a token attends to, including its own.
     """
     columns = torch.arange(mask.shape[-1], device=mask.device)
     far = columns <= column[:, None] - window
@@ -88,7 +88,7 @@ class Gemma3(Family):
     """Gemma 3 with a SigLIP tower (4B, 12B and 27B).
 
     An image has `pixel_values` (1, 3, height, width) of a fixed size. Pan and scan, which adds
-    crops of oblong images, is off, as it is by default in Gemma's own processor.
+    crops of oblong images, is disabled, which is the default of Gemma's own processor.
     """
 
     names = {"gemma3": "Gemma 3"}  # noqa: RUF012
@@ -113,7 +113,7 @@ class Gemma3(Family):
     def load_vision_processor(
         cls, source: str, revision: str, *, min_pixels: int, max_pixels: int
     ) -> Any:
-        """Load the image processor; reject limits, because all images get the same size."""
+        """Load the image processor; reject pixel limits, because all images get the same size."""
         for name, pixels in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
             if pixels:
                 raise UserError(

@@ -19,7 +19,7 @@ class TextModel(Family):
     `vlm/forward_parity.py` verifies that on the loaded model.
     """
 
-    sliding_window: ClassVar[bool] = False  # whether the masks of the family model it
+    sliding_window: ClassVar[bool] = False  # whether the family's masks implement it
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -73,10 +73,10 @@ def build_classifier(
 
 
 def set_statistics(config: PretrainedConfig, statistics: tuple[float, float] | None) -> None:
-    """Store mean and standard deviation of the scores of test pairs, if known, in a config.
+    """Store the mean and standard deviation of the test pairs' scores in a config, if known.
 
-    OpenRLHF and LMM-R1 do so (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18). Those of
-    the model that training started from are removed.
+    OpenRLHF and LMM-R1 do the same (openrlhf/trainer/rm_trainer.py, lines 275 and 276, f917f18).
+    Those of the model that training started from are removed.
     """
     for name in STATISTICS:
         if hasattr(config, name):
@@ -86,7 +86,7 @@ def set_statistics(config: PretrainedConfig, statistics: tuple[float, float] | N
 
 
 def read_statistics(file: Path) -> tuple[float, float] | None:
-    """Return the statistics that a file with a score head contains, or None."""
+    """Return the statistics stored in the file of a score head, or None."""
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata() or {}
     if not {*STATISTICS} <= metadata.keys():

@@ -59,7 +59,7 @@ def test_the_dance_rule_by_hand(kind, expected):
     assert kl[:2].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-# the numbers by hand above cover the other two combinations
+# the hand-computed values above cover the other two combinations
 @pytest.mark.parametrize(("kind", "rule"), [("flow_grpo", "flow"), ("gaussian", "dance")])
 @pytest.mark.parametrize("name", FORWARD)
 def test_it_equals_the_kl_of_trajectory_algorithms_at_these_steps(name, kind, rule):

@@ -1,4 +1,4 @@
-"""Source videos of video-to-video models, given as files."""
+"""Video-to-video models with source videos from files."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory) -> Path:
-    """Write videos of 4, 5 and 9 frames, the frames of the second, and files without a video."""
+    """Write videos of 4, 5 and 9 frames, the frames of the second, and invalid files."""
     root = tmp_path_factory.mktemp("videos")
     for count in (4, 5, 9):
         file = str(root / f"{count}.mp4")
