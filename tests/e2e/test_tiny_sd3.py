@@ -1,6 +1,8 @@
 """The small diffusion models in the repository: generation, training, evaluation and export."""
 
 import json
+import subprocess
+import sys
 import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +44,8 @@ def test_stock_diffusers_generates_a_readable_sign(tmp_path):
         "    image.save(f'{seed}.png')\n"
         "assert not any(name.startswith('flow_grpo') for name in sys.modules)\n"
     )
-    done = run_script(tmp_path / "draw.py", MODEL, cwd=tmp_path)
+    command = [sys.executable, "draw.py", str(MODEL)]  # not forked: a fork has our modules
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     images = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
     with OcrScorer(workers=1) as ocr:
