@@ -20,7 +20,7 @@ from flow_grpo.config import command_line, paths
 from flow_grpo.config.command import COMMANDS, list_commands
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.data.questions import load_questions
+from flow_grpo.data.questions import QuestionLayout, load_questions
 from flow_grpo.data.responses import ResponseLayout, load_responses
 from flow_grpo.diffusion import presets
 from flow_grpo.diffusion.config_checks import check_config
@@ -159,6 +159,9 @@ def test_a_presets_data_set_ships_or_the_error_says_how_to_get_it(
             continue
         if path.endswith("sum_responses"):  # responses, which `load_questions` does not read
             assert load_responses(path, ResponseLayout())
+            continue
+        if path.endswith("sign_requests"):  # with a column for the preset's reward
+            assert load_questions(path, 0, QuestionLayout(metadata=("prompt",)))
             continue
         name = os.path.relpath(path, ROOT) if os.path.isabs(path) else path
         if name not in WAYS:

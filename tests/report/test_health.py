@@ -21,6 +21,7 @@ UNHEALTHY = {
     "tiny_mix-3": {"diversity"},
     **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
     "scenes-tiny_mix-2": {"diversity"},
+    **{f"gspo_seed{i}": {"clip shares"} for i in (1, 2, 3)},  # its bounds of 3e-4 clip about half
     # trained past their best
     **{
         f"scenes-tiny_{name}": {"past the best", "falling reward"}
