@@ -161,7 +161,7 @@ def test_a_presets_data_set_ships_or_the_error_says_how_to_get_it(
             assert load_responses(path, ResponseLayout())
             continue
         if path.endswith("sign_requests"):  # with a column for the preset's reward
-            assert load_questions(path, 0, QuestionLayout(metadata=("prompt",)))
+            assert load_questions(path, 0, QuestionLayout(answer="", metadata=("prompt",)))
             continue
         name = os.path.relpath(path, ROOT) if os.path.isabs(path) else path
         if name not in WAYS:
