@@ -188,7 +188,7 @@ def test_directories_and_interpreters_are_checked_before_anything_is_made(tmp_pa
         assert done.stderr.count("\n") == 1
     assert kept.exists()
     listed = run_script("scripts/reward_env.py")
-    assert re.search(r"(?m)^deqa +missing +rewards deqa; Python >=3.11", listed.stdout)
+    assert re.search(r"(?m)^deqa +missing +rewards deqa, qalign; Python >=3.11", listed.stdout)
 
 
 @pytest.mark.parametrize("name", environment_names())

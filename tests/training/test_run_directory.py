@@ -48,7 +48,7 @@ def running(tmp_path, accelerator, monkeypatch):
         accelerator=accelerator,
         reward=reward,
         eval_reward=reward,
-        plan=SimpleNamespace(describe=lambda: ""),
+        plan=SimpleNamespace(describe=lambda: "", context_parallel=1),
         policy=None,
         optimizer=None,
         learning_rate=None,
