@@ -366,6 +366,8 @@ def evaluation_settings(
     settings = {name: saved[name] for name in RESULT_SETTINGS}
     settings["lora_path"] = config.train.lora_path
     settings |= {name: saved["sample"][name] for name in RESULT_SAMPLE_SETTINGS}
+    if config.draw.model:
+        settings["draw"] = saved["draw"]
     return {
         "model": config.pretrained.model,
         "n": sampling.n,

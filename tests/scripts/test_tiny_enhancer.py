@@ -1,17 +1,39 @@
 """The small prompt enhancer, its data, and the script that trains it in turns with tiny-sd3."""
 
+import json
 import random
 from collections import Counter
 
+import fork_server
 import pytest
 import torch
 from make_sign_requests import REQUESTS, make_rows
 from pretrain_tiny_enhancer import IGNORED, REWRITES, build_tokenizer, make_batch
-from runner import ROOT
+from PIL import Image
+from runner import ROOT, environment, run_script
 from tiny.words import split_words
 from two_players import OcrOfRequest, generate
 
 MODEL = ROOT / "assets/tiny-enhancer"
+CONFIGS = """
+from flow_grpo.diffusion.presets import get_config as diffusion_preset
+from flow_grpo.vlm.presets import get_config as preset
+
+
+def get_config(name):
+    if name == "diffusion":
+        config = diffusion_preset("tiny_awm")
+        config.sample.num_steps = 2
+        config.sample.num_batches_per_epoch = 1
+        config.awm.times = 1
+        return config
+    config = preset("tiny_enhancer")
+    config.log_images = 0
+    config.draw.num_steps = 2
+    config.sample.questions_per_epoch = 2
+    config.sample.group_size = 4
+    return config
+"""
 
 
 def test_only_the_rewritten_prompt_is_trained():
@@ -55,3 +77,27 @@ def test_rewritten_prompts_are_scored_against_the_request():
     scorer._read = lambda images: ["D0G", "CAT"]
     rows = [{"target": '"DOG"'}, {"target": '"CAT"'}]
     assert scorer([None] * 2, ["x", "y"], rows) == pytest.approx([2 / 3, 1.0])
+
+
+def test_each_round_continues_with_both_models_of_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setenv(fork_server.INTERPRETER, fork_server.interpreter(environment()))
+    data, logs, configs = tmp_path / "data", tmp_path / "logs", tmp_path / "small.py"
+    data.mkdir()
+    configs.write_text(CONFIGS)
+    for split in ("train", "test"):
+        lines = (ROOT / f"dataset/sign_requests/{split}.jsonl").read_text().splitlines()
+        (data / f"{split}.jsonl").write_text("\n".join(lines[:4]))
+    command = ["scripts/two_players.py", f"--data={data}", f"--logdir={logs}", "--seeds=7"]
+    command += [f"--enhancer-config={configs}:enhancer", f"--diffusion-config={configs}:diffusion"]
+    command += ["--rounds=2", "--enhancer-epochs=1", "--diffusion-epochs=1"]
+    command += [f"--out={tmp_path / 'table'}"]
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        {
+            part: json.loads((logs / f"seed7-round{number}-{part}/config.json").read_text())
+            for part in ("enhancer", "diffusion")
+        }
+        for number in (1, 2)
+    )
+    print(first, second, done.stdout)
