@@ -25,14 +25,14 @@ from flow_grpo.errors import UserError
 from flow_grpo.report.console import markdown_table
 from flow_grpo.report.grid import comparison_grid, format_score
 from flow_grpo.report.run_reader import read_metrics
+from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.draw_settings import DrawSettings, draw_settings
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.untrusted_files import read_json
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 TARGET = "target"  # column with the prompt that images of a rewritten prompt are scored against
-SCORE = "drawn:ocr"
 COMBINATIONS = ("neither", "enhancer", "diffusion LoRA", "both")
 SPLITS = ("train", "test")
 SEEDS_PER_ROUND = 1000
@@ -116,7 +116,7 @@ def train_round(
         args.diffusion_epochs,
         dataset=rewrite(enhancer, args.data, folder / "prompts"),
         seed=seed,
-        custom_rewards={"request": f"{__file__}:OcrOfRequest"},
+        custom_rewards={"request": f"{Path(__file__).resolve()}:OcrOfRequest"},
         reward_fn={"request": 1.0},
         eval_prompts=1,
         **({"train__lora_path": before.lora} if before else {}),
@@ -180,7 +180,7 @@ def evaluate(args: argparse.Namespace, folder: Path, players: Players) -> list[f
             f"--config.draw.lora={lora}",
         )
         candidates = json.loads((out / "results.json").read_text("utf-8"))["candidates"]
-        scores += [each["scores"][SCORE]["mean"] for each in candidates]  # base first
+        scores += [each["scores"][TOTAL]["mean"] for each in candidates]  # base first
     return scores
 
 
@@ -199,7 +199,7 @@ def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> 
     own = json.loads(Path(f"{folder}-enhancer/config.json").read_text("utf-8"))["draw"]
     columns, captions = {}, {}
     for name, lora in (("frozen", ""), ("trained", players.lora)):
-        settings = draw_settings(SCORE, DrawSettings(**{**own, "lora": str(lora)}), {})
+        settings = draw_settings("drawn:ocr", DrawSettings(**{**own, "lora": str(lora)}), {})
         drawn = DrawnImages(settings, DiffusionRenderer(settings, settings.device or "cpu"))
         rows = read_rows(folder / f"eval-{name}/samples.jsonl")
         half = len(rows) // 2  # the initial enhancer first
@@ -210,7 +210,7 @@ def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> 
             heading = COMBINATIONS[len(columns)]
             columns[heading] = drawn.draw(prompts, requests)[:: settings.images]
             captions[heading] = [
-                [prompt, format_score(row["scores"][SCORE])]
+                [prompt, format_score(row["scores"][TOTAL])]
                 for prompt, row in zip(prompts, shown, strict=True)
             ]
     comparison_grid(columns, requests, captions).save(out)
