@@ -43,6 +43,7 @@ from flow_grpo.data.seeding import sample_generators
 from flow_grpo.images import read_image
 from flow_grpo.training.export import ExportSource
 from flow_grpo.vlm import export as vlm_export
+from flow_grpo.vlm.builders import max_prompt_tokens
 from flow_grpo.vlm.models import check_gpu_memory, get_family, load_model, load_processors
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import (
@@ -404,6 +405,22 @@ def test_unsupported_language_models_are_rejected(tmp_path, config, message):
     }
     with raises_user_error(message, "pretrained.model", "custom_models"):
         vlm_runs.run(**fields, logdir=str(tmp_path))
+
+
+def test_longrope_models_are_limited_to_their_original_context():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(**small_vlm.TEXT, rope_parameters=rope, original_max_position_embeddings=64)
+    with seeded(0):
+        model = AutoModelForCausalLM.from_config(config)
+        ids = torch.randint(20, 90, (1, 65))
+    with torch.no_grad():  # one token more changes the probabilities of all
+        short, long = (model.eval()(input_ids=ids[:, :n]).logits[:, 1:64] for n in (64, 65))
+    assert (short - long).abs().max() > 1e-3
+    fields = {"sample.max_new_tokens": 60}
+    assert max_prompt_tokens(vlm_runs.make_config(**fields), model) == 4
+    with raises_user_error("the 64 tokens", field="max_prompt_length", value=5):
+        max_prompt_tokens(vlm_runs.make_config(**fields, max_prompt_length=5), model)
 
 
 def test_images_are_rejected_for_a_text_only_model(tmp_path):
