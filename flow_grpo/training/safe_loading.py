@@ -13,6 +13,7 @@ import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def weights_only_loading(accelerator: Accelerator) -> Iterator[None]:
     only_weights = patch_environment(
         TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"
     )
-    with only_weights, torch.serialization.safe_globals(_deepspeed_types(accelerator)):
+    allowed = [*_deepspeed_types(accelerator), (_get_enum_member, "builtins.getattr")]
+    with only_weights, torch.serialization.safe_globals(allowed):
         yield
 
 
@@ -108,6 +110,17 @@ def _deepspeed_types(accelerator: Accelerator) -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def _get_enum_member(kind: type[Enum], name: str) -> Enum:
+    """Return a member of an enumeration; replaces `getattr` in pickles of Python 3.11.0 to 3.11.3.
+
+    Raises:
+        pickle.UnpicklingError: If `kind` is not an enumeration.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"attribute {name} of {kind} is not data")
+    return kind[name]
 
 
 def _read_torch_file(path: Path) -> None:
@@ -124,6 +137,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a torch dtype or a class in `FSDP_INDEX_TYPES`; reject all others."""
+        if (module, name) == ("builtins", "getattr"):
+            return _get_enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in FSDP_INDEX_TYPES.get(module, ()):
             return super().find_class(module, name)

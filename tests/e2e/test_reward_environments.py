@@ -148,13 +148,13 @@ def test_wrong_environments_are_reported(environments, tmp_path, monkeypatch):
     finally:
         record.write_text(content)
     [site] = (environments / "deqa").glob("lib/*/site-packages")
-    (site / "sitecustomize.py").write_text("import os; os._exit(3)")
+    (site / "broken.pth").write_text("import os; os._exit(3)")
     try:
         with raises_user_error("importing reward 'deqa' failed"):
             make_environment(get_environment("deqa"), inherit=True, log=print)
         assert not record.exists()
     finally:
-        (site / "sitecustomize.py").unlink()
+        (site / "broken.pth").unlink()
         record.write_text(content)
     interpreter = environments / "deqa/bin/python"
     target = os.readlink(interpreter)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import sys
@@ -18,6 +19,7 @@ from malicious_files import rewrite_manifest, write_malicious_pickle
 from ml_collections import ConfigDict
 from PIL import Image
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train import main
 from user_errors import raises_user_error
 
@@ -171,6 +173,36 @@ def test_the_index_of_sharded_files_can_run_no_code(tmp_path):
     with raises_user_error(field=str(state / "model_0" / ".metadata")):
         reject_unsafe_files(Accelerator(cpu=True), tmp_path / "checkpoint-2")
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("place", ["model_0/.metadata", "optimizer.bin"])
+def test_enumerations_in_pickles_of_early_python_3_11_are_data(tmp_path, place):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enumeration as `getattr(type, name)`."""
+
+    class Pickled:
+        def __init__(self, *arguments):
+            self.arguments = arguments
+
+        def __reduce__(self):
+            return getattr, self.arguments
+
+    path = tmp_path / "checkpoint-2" / STATE_DIR / place
+    path.parent.mkdir(parents=True)
+    kind = _MEM_FORMAT_ENCODING
+
+    def write(*arguments):
+        if place.endswith(".metadata"):
+            path.write_bytes(pickle.dumps(Pickled(*arguments)))
+        else:
+            torch.save(Pickled(*arguments), path)
+
+    with torch.serialization.safe_globals([kind, torch.Size]):
+        write(kind, "TORCH_CHANNELS_LAST")
+        reject_unsafe_files(Accelerator(cpu=True), tmp_path / "checkpoint-2")
+        for arguments in ((torch.Size, "count"), (kind, "mro"), (kind.TORCH_CHANNELS_LAST, "name")):
+            write(*arguments)
+            with raises_user_error(field=str(path)):
+                reject_unsafe_files(Accelerator(cpu=True), tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("name", sorted(STATE_FILES - {"files.json"}))
