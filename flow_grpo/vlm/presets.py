@@ -180,7 +180,7 @@ PRESETS: dict[str, FieldValues] = {
         "num_epochs": 4,
         "eval_freq": 2,
         "sample": {"max_new_tokens": 40, "max_turns": 2, "max_observation_tokens": 130},
-        "train": {"learning_rate": 1e-3},
+        "train": {"learning_rate": 4e-4},
     },
     # ... or a search for the colours of invented places.
     "tiny_search": {

@@ -44,13 +44,13 @@ def test_demonstrated_results_are_those_of_the_tools(tool, tmp_path):
     for behaviour in BEHAVIOURS:
         question, response, *rest = demonstrate(rng, task, behaviour)
         assert question == task.question
-        (observation, *_), _, done = environment.step(response)
-        assert done == (not rest)
-        if rest:
-            assert rest[0] == observation
-            assert ("Error: " in observation) == (behaviour == "invalid call")
-        right = [*rest, response][-2 if not rest else 1] == f"<answer>{task.answer}</answer>"
-        assert right == (behaviour == "call")
+        observation, _, done = environment.step(response)
+        assert done == (behaviour == "guess")
+        if not done:
+            assert rest[0] == observation[0]
+            assert ("Error: " in rest[0]) == (behaviour == "invalid call")
+        answer = [response, *rest][-1]
+        assert (answer == f"<answer>{task.answer}</answer>") == (behaviour == "call")
 
 
 def test_only_the_responses_to_other_questions_are_trained():
