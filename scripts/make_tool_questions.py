@@ -1,6 +1,6 @@
 """Write dataset/products and dataset/places, whose questions need the tools Python and search.
 
-    python scripts/make_tool_questions.py --out new
+    python scripts/make_tool_questions.py --out new/
 
 The colours of the places are random, so that they can only be found in `places/corpus.jsonl`.
 """
