@@ -6,7 +6,8 @@
 In each round, the enhancer is trained on images of the current diffusion model. It then rewrites
 the training requests, and the diffusion model is trained on the rewritten prompts; its images are
 scored against the users' prompts. The table has the held-out score of all four combinations:
-neither, the enhancer, the diffusion LoRA, and both. Repeat the command to resume.
+neither, the enhancer, the diffusion LoRA, and both. OUT.png has images of the first seed. Repeat
+the command to resume.
 """
 
 import argparse
@@ -14,20 +15,34 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean
+from typing import Any, NamedTuple
 
 from compare_utils import format_range, make_directories, run_comparison, write_results
 
+from flow_grpo.atomic_io import write_text_atomic
 from flow_grpo.config.error_reporting import ScriptParser
 from flow_grpo.errors import UserError
 from flow_grpo.report.console import markdown_table
+from flow_grpo.report.grid import comparison_grid, format_score
+from flow_grpo.report.run_reader import read_metrics
+from flow_grpo.rewards import TOTAL
+from flow_grpo.rewards.draw_settings import DrawSettings, draw_settings
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 from flow_grpo.rewards.text.response_format import extract_prompt
+from flow_grpo.untrusted_files import read_json
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 TARGET = "target"  # column with the prompt that images of a rewritten prompt are scored against
-SCORE = "drawn:ocr"
 COMBINATIONS = ("neither", "enhancer", "diffusion LoRA", "both")
+SPLITS = ("train", "test")
+SEEDS_PER_ROUND = 1000
+
+
+class Players(NamedTuple):
+    """Directories with the weights of both models after a round."""
+
+    enhancer: Path
+    lora: Path
 
 
 class OcrOfRequest(OcrScorer):
@@ -47,62 +62,87 @@ def run(script: str, *arguments: str) -> None:
         raise UserError(f"failed with exit code {code}", field=" ".join(command[1:]))
 
 
-def train_enhancer(
-    args: argparse.Namespace, folder: Path, seed: int, previous: Path | None
-) -> Path:
-    """Train the enhancer of a round with the previous diffusion LoRA; return its directory."""
-    name = folder.name + "-enhancer"
-    model = folder.parent / name / "checkpoints/latest/model"
-    if not model.exists():
-        options = [f"--config={args.enhancer_config}", f"--config.seed={seed}"]
-        options += [f"--config.logdir={folder.parent}", f"--config.run_name={name}"]
-        options += [f"--config.num_epochs={args.enhancer_epochs}"]
-        options += [
-            f"--config.{each}={args.enhancer_epochs}" for each in ("eval_freq", "save_freq")
-        ]
-        if previous is not None:
-            options += [f"--config.pretrained.model={previous}-enhancer/checkpoints/latest/model"]
-            options += [f"--config.draw.lora={previous}-diffusion"]
-        run("train_vlm.py", *options)
-    return model
+def train(script: str, config: str, folder: Path, epochs: int, **fields: Any) -> Path:
+    """Train a run, unless it is finished; return the directory of its weights.
+
+    Args:
+        script: The training script.
+        config: Its config file.
+        folder: Directory of the run; an interrupted run is resumed.
+        epochs: Number of epochs; the run is evaluated before the first and after the last one.
+        fields: Config fields with `__` for a dot.
+    """
+    from flow_grpo.training.checkpoint import find_weights  # imports torch
+
+    if not is_finished(folder, epochs):
+        fields |= {"logdir": folder.parent, "run_name": folder.name, "resume": "auto"}
+        fields |= dict.fromkeys(("num_epochs", "eval_freq", "save_freq"), epochs)
+        options = [f"--config.{k.replace('__', '.')}={v}" for k, v in fields.items()]
+        run(script, f"--config={config}", *options)
+    return find_weights(folder)
 
 
-def train_diffusion(
-    args: argparse.Namespace, folder: Path, seed: int, prompts: Path, previous: Path | None
-) -> Path:
-    """Train the diffusion LoRA of a round on rewritten prompts; return its run directory."""
-    run_folder = Path(f"{folder}-diffusion")
-    if not (run_folder / "checkpoints/latest").exists():
-        options = [f"--config={args.diffusion_config}", f"--config.seed={seed}"]
-        options += [f"--config.logdir={folder.parent}", f"--config.run_name={run_folder.name}"]
-        options += [f"--config.num_epochs={args.diffusion_epochs}", f"--config.dataset={prompts}"]
-        options += [
-            f"--config.{each}={args.diffusion_epochs}" for each in ("eval_freq", "save_freq")
-        ]
-        options += [f"--config.custom_rewards={{'request': '{__file__}:OcrOfRequest'}}"]
-        options += ["--config.reward_fn={'request': 1.0}", "--config.eval_prompts=1"]
-        if previous is not None:
-            options += [f"--config.train.lora_path={previous}-diffusion/checkpoints/latest/lora"]
-        run("train.py", *options)
-    return run_folder
+def is_finished(folder: Path, epochs: int) -> bool:
+    """Return whether a run has all its epochs; an interrupted one may have saved a checkpoint."""
+    rows = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
+    return bool(rows) and rows[-1]["epoch"] >= epochs
+
+
+def train_round(
+    args: argparse.Namespace, folder: Path, seed: int, before: Players | None
+) -> Players:
+    """Train both models once and return their weights.
+
+    Args:
+        args: Arguments of the command.
+        folder: Directory of the rewritten prompts; its name begins those of both runs.
+        seed: Seed of both runs.
+        before: Weights of the previous round, which both models continue from, or None.
+    """
+    own = {"pretrained__model": before.enhancer, "draw__lora": before.lora} if before else {}
+    enhancer = train(
+        "train_vlm.py",
+        args.enhancer_config,
+        Path(f"{folder}-enhancer"),
+        args.enhancer_epochs,
+        dataset=args.data,
+        seed=seed,
+        **own,
+    )
+    lora = train(
+        "train.py",
+        args.diffusion_config,
+        Path(f"{folder}-diffusion"),
+        args.diffusion_epochs,
+        dataset=rewrite(enhancer, args.data, folder / "prompts"),
+        seed=seed,
+        custom_rewards={"request": f"{Path(__file__).resolve()}:OcrOfRequest"},
+        reward_fn={"request": 1.0},
+        eval_prompts=1,
+        **({"train__lora_path": before.lora} if before else {}),
+    )
+    return Players(enhancer, lora)
 
 
 def rewrite(model: Path, data: Path, out: Path) -> Path:
     """Rewrite the requests of a dataset greedily and write them as a dataset of prompts."""
-    if not (out / "test.jsonl").exists():
-        for split in ("train", "test"):
-            lines = (data / f"{split}.jsonl").read_text("utf-8").splitlines()
-            rows = [json.loads(line) for line in lines]
+    if not (out / f"{SPLITS[-1]}.jsonl").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        for split in SPLITS:
+            rows = read_rows(data / f"{split}.jsonl")
             prompts = generate(model, [row["question"] for row in rows])
             written = [
                 {"prompt": prompt, TARGET: row["prompt"]}
                 for prompt, row in zip(prompts, rows, strict=True)
                 if prompt
             ]
-            out.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(row) + "\n" for row in written)
-            (out / f"{split}.jsonl").write_text(text, "utf-8")
+            write_text_atomic(out / f"{split}.jsonl", text)
     return out
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def generate(model: Path, requests: list[str], batch_size: int = 64) -> list[str]:
@@ -126,31 +166,67 @@ def generate(model: Path, requests: list[str], batch_size: int = 64) -> list[str
     return prompts
 
 
-def evaluate(args: argparse.Namespace, folder: Path, model: Path, lora: Path) -> list[float]:
+def evaluate(args: argparse.Namespace, folder: Path, players: Players) -> list[float]:
     """Return the held-out scores of the combinations, in the order of COMBINATIONS."""
-    scores = {}
-    for name, options in (("frozen", []), ("trained", [f"--config.draw.lora={lora}"])):
+    scores = []
+    for name, lora in (("frozen", ""), ("trained", players.lora)):
         out = folder / f"eval-{name}"
-        config = [f"--config={args.enhancer_config}", f"--checkpoint=base,{model}", f"--out={out}"]
-        run("evaluate.py", *config, *options)
-        rows = map(json.loads, (out / "samples.jsonl").read_text("utf-8").splitlines())
-        by_model: dict[str, list[float]] = {}
-        for row in rows:
-            by_model.setdefault(row["checkpoint"], []).append(row["scores"][SCORE])
-        scores[name] = [fmean(each) for each in by_model.values()]  # base first
-    return [scores[name][trained] for name in ("frozen", "trained") for trained in (0, 1)]
+        run(
+            "evaluate.py",
+            f"--config={args.enhancer_config}",
+            f"--checkpoint=base,{players.enhancer}",
+            f"--out={out}",
+            f"--config.dataset={args.data}",
+            f"--config.draw.lora={lora}",
+        )
+        candidates = json.loads((out / "results.json").read_text("utf-8"))["candidates"]
+        scores += [each["scores"][TOTAL]["mean"] for each in candidates]  # base first
+    return scores
+
+
+def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> None:
+    """Save images of held-out requests, with a column per combination.
+
+    Args:
+        folder: Directory of the round, with the evaluations of its players.
+        players: Weights of the round.
+        out: PNG file to write.
+        count: Number of requests, which are evenly spaced.
+    """
+    from flow_grpo.diffusion.renderer import DiffusionRenderer  # imports torch
+    from flow_grpo.rewards.drawn import DrawnImages
+
+    own = json.loads(Path(f"{folder}-enhancer/config.json").read_text("utf-8"))["draw"]
+    columns, captions = {}, {}
+    for name, lora in (("frozen", ""), ("trained", players.lora)):
+        settings = draw_settings("drawn:ocr", DrawSettings(**{**own, "lora": str(lora)}), {})
+        drawn = DrawnImages(settings, DiffusionRenderer(settings, settings.device or "cpu"))
+        rows = read_rows(folder / f"eval-{name}/samples.jsonl")
+        half = len(rows) // 2  # the initial enhancer first
+        for part in rows[:half], rows[half:]:
+            shown = part[:: max(1, half // count)][:count]
+            requests = [row["prompt"] for row in shown]
+            prompts = [extract_prompt(row["answer"]) for row in shown]
+            heading = COMBINATIONS[len(columns)]
+            columns[heading] = drawn.draw(prompts, requests)[:: settings.images]
+            captions[heading] = [
+                [prompt, format_score(row["scores"][TOTAL])]
+                for prompt, row in zip(prompts, shown, strict=True)
+            ]
+    comparison_grid(columns, requests, captions).save(out)
 
 
 def play(args: argparse.Namespace, seed: int) -> list[float]:
     """Alternately train both models with one seed; return the scores of the combinations."""
-    previous = None
-    for number in range(1, args.rounds + 1):
-        folder = args.logdir.resolve() / f"seed{seed}-round{number}"
-        model = train_enhancer(args, folder, seed, previous)
-        prompts = rewrite(model, args.data, folder / "prompts")
-        lora = train_diffusion(args, folder, seed, prompts, previous)
-        previous = folder
-    return evaluate(args, folder, model, lora)
+    players = None
+    for number in range(args.rounds):
+        folder = args.logdir / f"seed{seed}-round{number + 1}"
+        # another order of the requests and other noise in each round
+        players = train_round(args, folder, seed + SEEDS_PER_ROUND * number, players)
+    scores = evaluate(args, folder, players)
+    if seed == args.seeds[0]:
+        save_pictures(folder, players, Path(f"{args.out}.png"))
+    return scores
 
 
 def parse_args() -> argparse.Namespace:
@@ -166,13 +242,41 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("dataset/sign_requests"), help=requests)
     parser.add_argument("--out", type=Path, default=Path("docs/results/two_players"))
     parser.add_argument("--logdir", type=Path, default=Path("logs/two_players"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("rounds", "enhancer_epochs", "diffusion_epochs"):
+        if getattr(args, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError("must be at least 1", field=option, value=getattr(args, name))
+    for split in SPLITS:
+        if not (args.data / f"{split}.jsonl").is_file():
+            rule = f"has no file {split}.jsonl"
+            raise UserError(rule, field="--data", value=str(args.data))
+    args.logdir = args.logdir.resolve()
+    return args
+
+
+def check_same_settings(args: argparse.Namespace) -> None:
+    """Record the settings of the runs in --logdir; reject runs with other settings."""
+    names = ("enhancer_epochs", "diffusion_epochs", "enhancer_config", "diffusion_config", "data")
+    wanted = {name: str(getattr(args, name)) for name in names}
+    path = args.logdir / "settings.json"
+    if not path.exists():
+        write_text_atomic(path, json.dumps(wanted, indent=1) + "\n")
+    for name, old in read_json(path).items():
+        if old != wanted.get(name):
+            raise UserError(
+                f"differs from {old} of the runs in {args.logdir}",
+                field=f"--{name.replace('_', '-')}",
+                value=wanted.get(name),
+                hint="choose another --logdir",
+            )
 
 
 def compare() -> None:
     """Train all seeds and write the table."""
     args = parse_args()
     make_directories(args.out.parent, args.logdir)
+    check_same_settings(args)
     scores = [play(args, seed) for seed in args.seeds]
     rows = [
         [name, *(f"{each[i]:.3f}" for each in scores), format_range([each[i] for each in scores])]

@@ -37,6 +37,13 @@ class ScoreTooLarge(Failed):
         return super().__new__(cls, f"it returned {score:g}, beyond {limit}; scale the reward down")
 
 
+class TooFewFrames(Failed):
+    """The score of an image, or of a video that is too short, by a reward of videos."""
+
+    def __new__(cls, count: int, least: int) -> "TooFewFrames":
+        return super().__new__(cls, f"it scores videos of at least {least} frames, not {count}")
+
+
 class NotApplicable(float):
     """The score of a sample to which the reward does not apply; it is ignored.
 

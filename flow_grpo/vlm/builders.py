@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from flow_grpo.config.fields import ADAMW_BF16
 from flow_grpo.data.images import check_images
@@ -244,7 +244,7 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
     Raises:
         UserError: If prompts and responses do not fit into the model's context.
     """
-    positions = model.config.get_text_config().max_position_embeddings
+    positions, context = _context_length(model.config.get_text_config())
     sample = config.sample
     available = positions - sample.max_new_tokens - later_turn_tokens(config)
     if available < 1 or config.max_prompt_length > available:
@@ -252,7 +252,6 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
             f"sample.max_observation_tokens={sample.max_observation_tokens} in each of "
             f"sample.max_turns={sample.max_turns} turns "
         )
-        context = f"the model's context length of {positions}"
         if not config.max_prompt_length:
             turns = f"with {observations}" if config.environment else ""
             raise UserError(
@@ -269,6 +268,21 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
             hint="lower one of them",
         )
     return config.max_prompt_length or available
+
+
+def _context_length(config: PretrainedConfig) -> tuple[int, str]:
+    """Return the maximum number of tokens of a row, and what it is called.
+
+    With longrope, if one row of a forward pass exceeds the original context, the rotary frequencies
+    of all rows change. Sampling and training would then differ.
+    """
+    positions = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings", positions)
+    if rope.get("rope_type") == "longrope" and original < positions:
+        name = f"the {original} tokens beyond which longrope changes the model's rotary frequencies"
+        return original, name
+    return positions, f"the model's context length of {positions}"
 
 
 def later_turn_tokens(config: VlmConfig) -> int:

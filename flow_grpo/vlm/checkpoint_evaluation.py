@@ -81,6 +81,7 @@ RESULT_SETTINGS = (
     "environment",
     "environment_options",
 )
+DRAW_RESOURCES = ("batch_size", "device", "offload")  # change rounding at most
 RESULT_SAMPLE_SETTINGS = ("max_new_tokens", "engine", "max_turns", "max_observation_tokens")
 
 
@@ -366,6 +367,8 @@ def evaluation_settings(
     settings = {name: saved[name] for name in RESULT_SETTINGS}
     settings["lora_path"] = config.train.lora_path
     settings |= {name: saved["sample"][name] for name in RESULT_SAMPLE_SETTINGS}
+    if config.draw.model:
+        settings["draw"] = {k: v for k, v in saved["draw"].items() if k not in DRAW_RESOURCES}
     return {
         "model": config.pretrained.model,
         "n": sampling.n,

@@ -331,10 +331,12 @@ def _check_rewards(settings: VlmConfig) -> None:
         draw_settings(name, settings.draw, settings.reward_options.get(name, {}))
     if settings.draw.model and not drawn:
         raise UserError(
-            "has no effect without a reward drawn:NAME",
+            "has no effect without a reward drawn:NAME in this process",
             field="draw.model",
             value=settings.draw.model,
-            hint="add one to reward_fn, such as drawn:ocr, or unset it",
+            hint="unset it, because the reward server draws"
+            if drawn_names(names)
+            else "add one to reward_fn, such as drawn:ocr, or unset it",
         )
 
 

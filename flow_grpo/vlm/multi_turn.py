@@ -150,6 +150,7 @@ class EpisodeRunner:
             response=tokens,
             where=where,
             limit=self.max_observation_tokens,
+            shown=len(episode.conversation.vision_inputs),
         )
         try:
             observation = encode(text, images)

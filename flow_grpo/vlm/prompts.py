@@ -17,7 +17,7 @@ from flow_grpo.data.videos import FrameSelection, read_frames, select_frames
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.images import ImageSource, open_image, read_image
 from flow_grpo.vlm.models import get_family
-from flow_grpo.vlm.models.base import VisionInputs
+from flow_grpo.vlm.models.base import ImageLayout, VisionInputs
 from flow_grpo.vlm.special_tokens import ESCAPE, REJECT, LiteralText
 
 QUESTION_PLACEHOLDER, THINK_TAG = "{question}", "<think>"
@@ -102,11 +102,10 @@ class PromptEncoder:
             )
             for video, frames in zip(question.videos, selected, strict=True)
         ]
-        counts = {
-            IMAGE: [family.num_image_tokens(image) for image in images],
-            VIDEO: [count for video in videos for count in family.num_video_tokens(video)],
-        }
-        ids = torch.tensor(self._expanded_ids(question, selected, counts))
+        counts = [count for video in videos for count in family.num_video_tokens(video)]
+        ids = torch.tensor(
+            self._expanded_ids(question, selected, list(map(family.image_layout, images)), counts)
+        )
         remaining = {
             IMAGE: zip(images, question.images, strict=True),
             VIDEO: zip(videos, question.videos, strict=True),
@@ -135,32 +134,32 @@ class PromptEncoder:
         """
         if vision_inputs is None:
             vision_inputs = self._preprocess_images(question.images, question.where)
-        counts = [self.family.num_image_tokens(image) for image in vision_inputs]
+        layouts = list(map(self.family.image_layout, vision_inputs))
         sources = question.images or tuple(map(id, vision_inputs))
         return [
             self._with_positions(torch.tensor(ids), tuple(vision_inputs), sources)
-            for ids in self._conversation_ids(question, responses, counts)
+            for ids in self._conversation_ids(question, responses, layouts)
         ]
 
     def conversation_lengths(self, question: Question, responses: Sequence[str]) -> list[int]:
         """Return the number of tokens of each conversation, from the sizes of images only."""
-        counts = [self._count_image_tokens(source, question.where) for source in question.images]
-        return [len(ids) for ids in self._conversation_ids(question, responses, counts)]
+        layouts = [self._predict_layout(source, question.where) for source in question.images]
+        return [len(ids) for ids in self._conversation_ids(question, responses, layouts)]
 
     def _conversation_ids(
-        self, question: Question, responses: Sequence[str], counts: list[int]
+        self, question: Question, responses: Sequence[str], layouts: Sequence[ImageLayout]
     ) -> Iterator[list[int]]:
         """Yield the token ids of a question with each response.
 
         Args:
             question: The question; its videos are not part of the conversation.
             responses: Texts of the responses.
-            counts: Number of tokens of each image.
+            layouts: Number of tokens of each slice of each image.
         """
         where = question.where
-        system = self._literal.escape_special_tokens(question.system, where)
+        system = self._escape(question.system, where)
         before = [{"role": "system", "content": system}] if system else []
-        left = len(counts)
+        left = len(layouts)
         for turn in question.history:
             shown = turn.text.count(IMAGE_PLACEHOLDER)
             left -= shown
@@ -169,13 +168,13 @@ class PromptEncoder:
         text = self._literal.escape_special_tokens(question.text, where)
         before.append({"role": "user", "content": self._build_content(text, where, left)})
         for response in responses:
-            text = self._literal.escape_special_tokens(response, where)
+            text = self._escape(response, where)
             # not `_build_content`: a placeholder in a response is plain text
             content = text if self.image_processor is None else [{"type": "text", "text": text}]
             messages = [*before, {"role": "assistant", "content": content}]
             chat = self._render_chat(messages, where, add_generation_prompt=False)
             ids = self._tokenize(chat, where)
-            yield self._repeat_placeholders(ids, {IMAGE: counts, VIDEO: []}, where)
+            yield self._expand_placeholders(ids, layouts, where)
 
     def _preprocess_images(self, sources: Sequence[ImageSource], where: str) -> list[VisionInputs]:
         loaded = [read_image(source, where) for source in sources]
@@ -214,7 +213,13 @@ class PromptEncoder:
         )
 
     def encode_observation(
-        self, text: str, images: Sequence[ImageSource], response: Tensor, where: str, limit: int
+        self,
+        text: str,
+        images: Sequence[ImageSource],
+        response: Tensor,
+        where: str,
+        limit: int,
+        shown: int = 0,
     ) -> EncodedObservation:
         """Encode an observation with all template text between two responses.
 
@@ -226,6 +231,7 @@ class PromptEncoder:
             response: Tokens (T,) of the response before it.
             where: What to call it in error messages.
             limit: Maximum number of tokens.
+            shown: Number of images before it in the conversation.
         """
         text = self._literal.escape_special_tokens(text, where)
         messages = [
@@ -243,8 +249,8 @@ class PromptEncoder:
         ids = self._tokenize(after, where)
         if ids[:1] == response[-1:].tolist():  # the response already has its stop token
             ids = ids[1:]
-        counts = [self._count_image_tokens(source, where) for source in images]
-        ids = self._repeat_placeholders(ids, {IMAGE: counts, VIDEO: []}, where)
+        layouts = [self._predict_layout(source, where) for source in images]
+        ids = self._expand_placeholders(ids, layouts, where, shown=shown)
         if len(ids) > limit:
             raise UserError(
                 f"has {len(ids)} tokens, more than sample.max_observation_tokens={limit}",
@@ -260,15 +266,15 @@ class PromptEncoder:
                 videos += self.family.count_video_tokens(
                     self.image_processor, selection, self._video_pixels
                 )
-        images = [self._count_image_tokens(source, question.where) for source in question.images]
-        return len(self._expanded_ids(question, selected, {IMAGE: images, VIDEO: videos}))
+        images = [self._predict_layout(source, question.where) for source in question.images]
+        return len(self._expanded_ids(question, selected, images, videos))
 
-    def _count_image_tokens(self, source: ImageSource, where: str) -> int:
-        """Return the number of tokens of an image, from its header only."""
+    def _predict_layout(self, source: ImageSource, where: str) -> ImageLayout:
+        """Return the number of tokens of each slice of an image, from its header only."""
         with open_image(source, where) as image:
             width, height = image.size
         with _image_size_errors(width, height, where):
-            return self.family.count_image_tokens(self.image_processor, height, width)
+            return self.family.predict_layout(self.image_processor, height, width)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return a response's text, with the tag that the template opened for it (DeepSeek-R1)."""
@@ -296,32 +302,55 @@ class PromptEncoder:
         return longest
 
     def _expanded_ids(
-        self, question: Question, selected: Sequence[FrameSelection], counts: dict[str, list[int]]
+        self,
+        question: Question,
+        selected: Sequence[FrameSelection],
+        layouts: Sequence[ImageLayout],
+        video_counts: Sequence[int],
     ) -> list[int]:
-        return self._repeat_placeholders(self.token_ids(question, selected), counts, question.where)
+        ids = self.token_ids(question, selected)
+        return self._expand_placeholders(ids, layouts, question.where, video_counts=video_counts)
 
-    def _repeat_placeholders(
-        self, ids: list[int], counts: dict[str, list[int]], where: str
+    def _expand_placeholders(
+        self,
+        ids: list[int],
+        layouts: Sequence[ImageLayout],
+        where: str,
+        *,
+        video_counts: Sequence[int] = (),
+        shown: int = 0,
     ) -> list[int]:
-        """Repeat each placeholder once per token of its image or video.
+        """Replace each placeholder by the tokens of its image or video.
 
         The tokens of a video are image tokens as well.
+
+        Args:
+            ids: Token ids of the rendered chat.
+            layouts: Number of tokens of each slice of each image.
+            where: What to call the chat in error messages.
+            video_counts: Number of tokens of each placeholder of a video.
+            shown: Number of images before these in the conversation.
         """
-        image_token, remaining = self.family.image_token, {}
-        for token, kind in ((image_token, IMAGE), (self.family.video_token, VIDEO)):
-            if ids.count(token) != len(counts[kind]):
+        family, encode = self.family, self._literal.encode
+        images = [
+            family.image_ids(self.image_processor, layout, number, encode)
+            for number, layout in enumerate(layouts, shown)
+        ]
+        videos, remaining = [[family.image_token] * count for count in video_counts], {}
+        for token, kind, parts in (
+            (family.image_token, IMAGE, images),
+            (family.video_token, VIDEO, videos),
+        ):
+            if ids.count(token) != len(parts):
                 raise UserError(
-                    f"has {len(counts[kind])} {kind}s, but the chat template renders "
+                    f"has {len(parts)} {kind}s, but the chat template renders "
                     f"{ids.count(token)} placeholders for them",
                     field=where,
                 )
-            remaining[token] = iter(counts[kind])
+            remaining[token] = iter(parts)
         expanded = []
         for token in ids:
-            if token in remaining:
-                expanded += [image_token] * next(remaining[token])
-            else:
-                expanded.append(token)
+            expanded += next(remaining[token]) if token in remaining else [token]
         return expanded
 
     def collapse_image_tokens(self, prompt: EncodedPrompt) -> list[int]:
@@ -347,8 +376,11 @@ class PromptEncoder:
         text = text.removesuffix(self.tokenizer.decode([stop]))
         if self._response_prefix and text.startswith(self._response_prefix):
             text = text.removeprefix(self._response_prefix).lstrip("\n")
-        ids = self._literal.encode(self._literal.escape_special_tokens(text, where))
-        return torch.tensor([*ids, stop])
+        return torch.tensor([*self._literal.encode(self._escape(text, where)), stop])
+
+    def _escape(self, text: str, where: str) -> str:
+        """Escape all special tokens of a text without images or videos."""
+        return self._literal.escape_special_tokens(text, where, keep_placeholders=False)
 
     def stop_token(self, stop: Sequence[int]) -> int:
         """Return the token of `stop` that the template writes after a response, or the first."""
@@ -404,9 +436,7 @@ class PromptEncoder:
 
         If the template opens a <think> tag, `decode` will prepend it to responses from now on.
         """
-        system = (
-            self._literal.escape_special_tokens(question.system, question.where) or self._system
-        )
+        system = self._escape(question.system, question.where) or self._system
         messages = [{"role": "system", "content": system}] if system else []
         roles = [*(turn.role for turn in question.history), "user"]
         contents = self._user_contents(question)

@@ -31,16 +31,27 @@ class LiteralText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, reject: bool = False) -> None:
         self.tokenizer, self.reject = tokenizer, reject
         special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        texts = {*special.values()} - {IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, ""}
-        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        longest_first = sorted({*special.values()} - {""}, key=lambda text: (-len(text), text))
+        others = [x for x in longest_first if x not in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
         marks = {text: chr(FIRST_PRIVATE_USE + i) for i, text in enumerate(longest_first)}
         self._ids, self._marks = {*special}, marks
         self._texts = {mark: text for text, mark in marks.items()}
-        self._find_text = re.compile("|".join(map(re.escape, longest_first)) or NO_MATCH)
+        self._find_text, self._find_other = (
+            re.compile("|".join(map(re.escape, texts)) or NO_MATCH)
+            for texts in (longest_first, others)
+        )
         self._find_mark = re.compile(f"([{''.join(marks.values())}])" if marks else NO_MATCH)
 
-    def escape_special_tokens(self, text: str, where: str) -> str:
+    def escape_special_tokens(
+        self, text: str, where: str, *, keep_placeholders: bool = True
+    ) -> str:
         """Replace each special token with a private-use character.
+
+        Args:
+            text: The text.
+            where: What to call it in error messages.
+            keep_placeholders: Whether `<image>` and `<video>` stand for images and videos; some
+                models have special tokens of the same name.
 
         Raises:
             UserError: For reserved characters, and with `reject` for a special token.
@@ -51,13 +62,14 @@ class LiteralText:
                 field=where,
                 hint="remove it",
             )
-        if self.reject and (found := self._find_text.search(text)):
+        find = self._find_other if keep_placeholders else self._find_text
+        if self.reject and (found := find.search(text)):
             raise UserError(
                 f"contains {found[0]}, a special token of the model",
                 field=where,
                 hint=f"remove it, or set --config.special_tokens={ESCAPE}",
             )
-        return self._find_text.sub(lambda match: self._marks[match[0]], text)
+        return find.sub(lambda match: self._marks[match[0]], text)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered template that contains escaped text."""

@@ -2,13 +2,15 @@
 
 import json
 
+import pytest
 from PIL import Image
+from server_process import Server
 
 DRAWN = "drawn:jpeg_incompressibility"  # needs no OCR workers
 
 
-def test_a_run_draws_and_scores_its_responses(run):
-    done = run(
+def test_a_run_draws_and_scores_its_responses_here_or_on_a_server(run, tmp_path):
+    short = dict(
         script="scripts/train_vlm.py",
         config="config/vlm.py:tiny_enhancer",
         num_epochs=1,
@@ -16,17 +18,26 @@ def test_a_run_draws_and_scores_its_responses(run):
         eval_questions=4,
         log_images=4,
         reward_fn=str({DRAWN: 1.0, "prompt_similarity": 0.1, "prompt_length": 0.1}),
-        draw__num_steps=2,
         sample__questions_per_epoch=2,
         sample__group_size=4,
     )
-    assert done.returncode == 0, done.stderr
+    draw = {"num_steps": 2, "guidance_scale": 1.0, "height": 32, "width": 96}
+    draw |= {"model": "assets/tiny-sd3", "max_sequence_length": 8, "prompt_key": "prompt"}
+    with Server(DRAWN, "--options", json.dumps({DRAWN: draw}), path=tmp_path) as server:
+        done = run(draw__num_steps=2, **short)  # while the server starts
+        assert done.returncode == 0, done.stderr
+        remote = {"reward_servers": str({DRAWN: server.url}), "draw__model": ""}
+        done = run(run_name="remote", **remote, **short)
+        assert done.returncode == 0, done.stderr
     before, last = run.metrics()
     assert last["reward/failed"] == 0
     assert last["train/first_update_ratio_dev"] <= 1e-5
     assert last[f"reward/{DRAWN}"] > 0
     assert 0 < last["reward/prompt_similarity"] < 1
     assert before[f"eval/{DRAWN}"] > 0
+    for own, there in zip((before, last), run.metrics("remote"), strict=True):
+        for name in {f"reward/{DRAWN}", f"eval/{DRAWN}", f"reward/{DRAWN}/std"} & own.keys():
+            assert there[name] == pytest.approx(own[name], rel=1e-3)
     folder = run.logdir / "run/samples/eval-00000"
     rows = list(map(json.loads, (folder / "samples.jsonl").read_text().splitlines()))
     assert len(rows) == 4

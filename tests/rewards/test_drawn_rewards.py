@@ -8,6 +8,7 @@ import pytest
 import small_reward_model
 import torch
 from diffusers import StableDiffusion3Pipeline
+from ml_collections import ConfigDict
 from runner import ROOT
 from transformers import AutoModel, AutoTokenizer
 from user_errors import raises_user_error
@@ -113,6 +114,15 @@ def test_images_are_scored_against_the_question_or_a_column(drawn):
         reward.check(["a"], [{}], ["train.jsonl, line 1"])
 
 
+def test_a_model_on_the_cpu_draws_the_same_after_its_memory_was_released(drawn):
+    offloaded = build("drawn:brightness", draw=replace(SETTINGS, offload=True))["drawn:brightness"]
+    expected = values(drawn["drawn:brightness"], SIGNS[:2], ["a", "b"])
+    for _ in range(2):
+        assert values(offloaded, SIGNS[:2], ["a", "b"]) == expected
+        offloaded.release_memory()
+        offloaded.images._recent.clear()  # draw them again
+
+
 def test_equal_responses_are_scored_once(drawn):
     rows = [{"answer_tokens": i, "include": i // 3} for i in range(4)]
     calls = []
@@ -192,23 +202,24 @@ def test_an_image_reward_without_its_metadata_names_the_question():
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("changes", "field", "shown"),
     [
-        ({"draw": {"model": ""}}, "draw.model"),
-        ({"reward_fn": {"answer_format": 1.0}}, "draw.model"),
-        ({"reward_fn": {"drawn:nothing": 1.0}}, "reward 'drawn:nothing'"),
-        ({"reward_fn": {"ocr": 1.0}}, "reward_fn.ocr"),
-        ({"draw": {"num_steps": 0}}, "draw.num_steps"),
+        ({"draw": {"model": ""}}, "draw.model", "drawn:ocr"),
+        ({"reward_fn": {"answer_format": 1.0}}, "draw.model", "add one"),
+        ({"reward_servers": {"drawn:ocr": "http://localhost:9"}}, "draw.model", "server"),
+        ({"reward_fn": {"drawn:nothing": 1.0}}, "reward 'drawn:nothing'", "drawn:nothing"),
+        ({"reward_fn": {"ocr": 1.0}}, "reward_fn.ocr", "drawn:ocr"),
+        ({"draw": {"num_steps": 0}}, "draw.num_steps", "0"),
     ],
 )
-def test_a_config_is_checked_before_anything_is_loaded(changes, field):
+def test_a_config_is_checked_before_anything_is_loaded(changes, field, shown):
     config = get_config("tiny_enhancer")
     for name, value in changes.items():
-        if name == "reward_fn":
-            config.reward_fn = value
+        if name == "draw":
+            config.draw.update(value)
         else:
-            config[name].update(value)
-    with raises_user_error(field=field):
+            config[name] = ConfigDict(value)
+    with raises_user_error(shown, field=field):
         check_config(config)
 
 

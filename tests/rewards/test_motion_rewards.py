@@ -9,7 +9,7 @@ from PIL import Image
 from user_errors import raises_user_error
 
 from flow_grpo.rewards import build_reward
-from flow_grpo.rewards.protocol import SOURCE, as_scorer, score
+from flow_grpo.rewards.protocol import SOURCE
 from flow_grpo.rewards.scorers import motion
 from flow_grpo.rewards.scorers.motion import MotionSmoothness, TemporalFlicker, VideoMotion
 
@@ -76,15 +76,19 @@ def test_flicker_is_the_mean_difference_of_frames():
     half = grey[0].copy()
     half.paste((255, 255, 255), (0, 0, 4, 8))
     reward = TemporalFlicker()
-    videos = [grey, [grey[0]] * 3, [grey[0], half], [grey[0]]]
-    expected = [1 - (0.2 + 0.2 + 1) / 3, 1.0, 0.5, 1.0]
-    assert reward(videos, [""] * 4, [{}] * 4) == pytest.approx(expected)
+    videos = [grey, [grey[0]] * 3, [grey[0], half]]
+    expected = [1 - (0.2 + 0.2 + 1) / 3, 1.0, 0.5]
+    assert reward(videos, [""] * 3, [{}] * 3) == pytest.approx(expected)
 
 
-def test_a_video_of_one_frame_does_not_move(texture):
-    videos = [translated(texture, [])]
-    assert VideoMotion()(videos, [""], [{}]) == ([0.0], {"speed": [0.0]})
-    assert MotionSmoothness()(videos, [""], [{}]) == [1.0]
+@pytest.mark.parametrize("name", ["video_motion", "motion_smoothness", "temporal_flicker"])
+def test_an_image_has_no_motion_to_score(texture, name):
+    reward = build_reward({name: 1.0})
+    moving = translated(texture, [(2, 0)] * 3)
+    scores = reward([moving[:1], moving], ["", ""], [{}, {}])[name]
+    assert np.isnan(scores).tolist() == [True, False]
+    with raises_user_error("videos of at least", "not 1", field=f"reward {name!r}"):
+        reward.smoke_test([""], [{}], 32, 32, 1)
 
 
 def test_the_first_frame_is_compared_with_the_source_image(texture):
@@ -100,7 +104,6 @@ def test_options_and_packages_are_checked(monkeypatch):
     for speed in (0, -1, float("inf"), "fast"):
         with raises_user_error(speed, field="speed"):
             VideoMotion(speed=speed)
-    assert score(as_scorer(TemporalFlicker()), [Image.new("RGB", (8, 8))], [""], [{}]).values == [1]
     monkeypatch.setattr("flow_grpo.rewards.option_checks.find_spec", lambda name: None)
     with raises_user_error("video_motion", "opencv-python-headless"):
         motion.VideoMotion()

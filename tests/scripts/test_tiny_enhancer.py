@@ -1,17 +1,55 @@
 """The small prompt enhancer, its data, and the script that trains it in turns with tiny-sd3."""
 
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 
+import fork_server
 import pytest
 import torch
 from make_sign_requests import REQUESTS, make_rows
+from PIL import Image
 from pretrain_tiny_enhancer import IGNORED, REWRITES, build_tokenizer, make_batch
-from runner import ROOT
+from runner import ROOT, environment, run_script
 from tiny.words import split_words
-from two_players import OcrOfRequest, generate
+from two_players import (
+    COMBINATIONS,
+    OcrOfRequest,
+    check_same_settings,
+    generate,
+    is_finished,
+    parse_args,
+    read_rows,
+)
+from user_errors import raises_user_error
+
+from flow_grpo.training.checkpoint import find_weights
+from flow_grpo.untrusted_files import read_json
 
 MODEL = ROOT / "assets/tiny-enhancer"
+CONFIGS = """
+from flow_grpo.diffusion.presets import get_config as diffusion_preset
+from flow_grpo.vlm.presets import get_config as preset
+
+
+def get_config(name):
+    if name == "diffusion":
+        config = diffusion_preset("tiny_awm")
+        config.sample.num_steps = 2
+        config.sample.num_batches_per_epoch = 1
+        config.sample.train_batch_size = config.train.batch_size = 16  # two groups of 8
+        config.awm.times = 1
+        config.reward_options = {"request": {"workers": 1}}
+        return config
+    config = preset("tiny_enhancer")
+    config.log_images = 0
+    config.reward_fn = {"drawn:jpeg_incompressibility": 1.0}  # needs no OCR workers
+    config.draw.num_steps = 2
+    config.sample.questions_per_epoch = 2
+    config.sample.group_size = 4
+    return config
+"""
 
 
 def test_only_the_rewritten_prompt_is_trained():
@@ -55,3 +93,75 @@ def test_rewritten_prompts_are_scored_against_the_request():
     scorer._read = lambda images: ["D0G", "CAT"]
     rows = [{"target": '"DOG"'}, {"target": '"CAT"'}]
     assert scorer([None] * 2, ["x", "y"], rows) == pytest.approx([2 / 3, 1.0])
+
+
+def test_each_round_continues_with_both_models_of_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setenv(fork_server.INTERPRETER, fork_server.interpreter(environment()))
+    data, logs, configs = tmp_path / "data", tmp_path / "logs", tmp_path / "small.py"
+    data.mkdir()
+    configs.write_text(CONFIGS)
+    for split in ("train", "test"):
+        lines = (ROOT / f"dataset/sign_requests/{split}.jsonl").read_text().splitlines()
+        (data / f"{split}.jsonl").write_text("\n".join(lines[:2]))
+    command = ["scripts/two_players.py", f"--data={data}", f"--logdir={logs}", "--seeds=7"]
+    command += [f"--enhancer-config={configs}:enhancer", f"--diffusion-config={configs}:diffusion"]
+    command += ["--rounds=2", "--enhancer-epochs=1", "--diffusion-epochs=1"]
+    done = run_script(*command, f"--out={tmp_path / 'table'}")
+    assert done.returncode == 0, done.stderr
+
+    enhancers, diffusions = (
+        [read_json(logs / f"seed7-round{n}-{name}/config.json") for n in (1, 2)]
+        for name in ("enhancer", "diffusion")
+    )
+    models, loras = (
+        [str(find_weights(logs / f"seed7-round{n}-{name}")) for n in (1, 2)]
+        for name in ("enhancer", "diffusion")
+    )
+    assert [each["pretrained"]["model"] for each in enhancers] == [
+        "assets/tiny-enhancer",
+        models[0],
+    ]
+    assert [each["draw"]["lora"] for each in enhancers] == ["", loras[0]]
+    assert [each["train"]["lora_path"] for each in diffusions] == ["", loras[0]]
+    assert [each["seed"] for each in enhancers] == [each["seed"] for each in diffusions]
+    assert diffusions[0]["seed"] == 7 != diffusions[1]["seed"]
+    rows = read_rows(data / "train.jsonl")
+    for model, each in zip(models, diffusions, strict=True):
+        written = [row["prompt"] for row in read_rows(Path(each["dataset"], "train.jsonl"))]
+        assert written == generate(Path(model), [row["question"] for row in rows])
+
+    evaluations = [
+        read_json(logs / f"seed7-round2/eval-{name}/evaluation.json")
+        for name in ("frozen", "trained")
+    ]
+    assert [each["settings"]["draw.lora"] for each in evaluations] == ["", loras[1]]
+    for each in evaluations:
+        assert [own["weights"] for own in each["checkpoints"].values()] == ["", models[1]]
+        assert each["datasets"] == evaluations[0]["datasets"]
+    assert (tmp_path / "table.md").read_text().count("\n| ") == 1 + len(COMBINATIONS)
+    assert Image.open(tmp_path / "table.png").width > len(COMBINATIONS) * 192
+
+
+def test_invalid_arguments_and_changed_settings_are_rejected(tmp_path, monkeypatch):
+    def main(*words: str):
+        options = [f"--logdir={tmp_path / 'logs'}", f"--out={tmp_path / 'out'}", *words]
+        monkeypatch.setattr(sys, "argv", ["two_players.py", *options])
+        args = parse_args()
+        args.logdir.mkdir(exist_ok=True)
+        check_same_settings(args)
+
+    with raises_user_error("--rounds"):
+        main("--rounds=0")
+    with raises_user_error("--data", "train.jsonl"):
+        main("--data=dataset/ocr")
+    main("--rounds=1", "--diffusion-epochs=3")
+    main("--rounds=3", "--seeds=5")
+    with raises_user_error("--diffusion-epochs", "3"):
+        main("--diffusion-epochs=4")
+
+
+def test_an_interrupted_run_is_not_finished(tmp_path):
+    assert not is_finished(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 0}\n{"epoch": 1}\n')
+    assert is_finished(tmp_path, 1)
+    assert not is_finished(tmp_path, 2)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    BaseImageProcessor,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessorPil,
@@ -25,6 +26,11 @@ from transformers import (
     GotOcr2ImageProcessorPil,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ForConditionalGeneration,
+    MiniCPMV4_6ImageProcessorPil,
+    MiniCPMV4_7Config,
+    MiniCPMV4_7ForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -101,6 +107,8 @@ FAMILIES = {
     "internvl": (InternVLConfig, InternVLForConditionalGeneration),
     "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
+    "minicpmv4_6": (MiniCPMV4_6Config, MiniCPMV4_6ForConditionalGeneration),
+    "minicpmv4_7": (MiniCPMV4_7Config, MiniCPMV4_7ForConditionalGeneration),
 }
 OLD_LAYOUT = ("qwen2_vl", "qwen2_5_vl")  # published in another layout than transformers saves
 
@@ -155,12 +163,43 @@ GEMMA3 = {
     "eoi_token_index": END,
     "tie_word_embeddings": True,
 }
+# a token merges 4 x 4 patches; slices have up to 32 x 32 pixels and about 2 x 2 tokens
+MINICPMV_MARKERS = ["<slice>", "</slice>", "<image_id>", "</image_id>"]
+SLICE_START, SLICE_END = range(VOCABULARY, VOCABULARY + 2)  # after the characters
+MINICPMV = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 48,
+        "patch_size": 4,
+    },
+    "insert_layer_id": 0,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "tie_word_embeddings": True,
+}
+MINICPMV_47 = {  # as published, the markers are in the config of 4.7 only
+    "image_start_id": START,
+    "image_end_id": END,
+    "slice_start_id": SLICE_START,
+    "slice_end_id": SLICE_END,
+    "newline_id": VOCABULARY - 1,
+}
 # image tokens of families whose tokens differ from Qwen's; the last one is repeated
 IMAGE_TOKENS = {
     "internvl": ["<img>", "</img>", "<IMG_CONTEXT>"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "minicpmv4_6": ["<image>", "</image>", "<|image_pad|>"],
+    "minicpmv4_7": ["<image>", "</image>", "<|image_pad|>"],
 }
-PLACEHOLDERS = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}  # of the template
+PLACEHOLDERS = {  # of the template
+    "internvl": "<IMG_CONTEXT>",
+    "gemma3": "<start_of_image>",
+    "minicpmv4_6": "<|image_pad|>",
+    "minicpmv4_7": "<|image_pad|>",
+}
 
 
 def build(family: str = "qwen3_vl", seed: int = 0, wide: bool = False) -> nn.Module:
@@ -190,6 +229,11 @@ def config_fields(family: str, wide: bool = False) -> dict[str, Any]:
         return INTERNVL
     if family == "gemma3":
         return GEMMA3
+    if family.startswith("minicpmv"):
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text |= {**LINEAR_ATTENTION, "model_type": "qwen3_5_text"}
+        text["vocab_size"] += len(MINICPMV_MARKERS)
+        return {"text_config": text, **MINICPMV, **(MINICPMV_47 if family[-1] == "7" else {})}
     if family == "glm4v":
         rope["partial_rotary_factor"] = 1.0
         starts = {f"{kind}_start_token_id": START for kind in ("image", "video")}
@@ -231,7 +275,8 @@ def build_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character."""
     special = list(SPECIAL)
     special[START : IMAGE + 1] = IMAGE_TOKENS.get(family, special[START : IMAGE + 1])
-    names = {name: i for i, name in enumerate([*special, *CHARACTERS])}
+    markers = MINICPMV_MARKERS if family.startswith("minicpmv") else []
+    names = {name: i for i, name in enumerate([*special, *CHARACTERS, *markers])}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -240,7 +285,7 @@ def build_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
         pad_token=SPECIAL[PAD],
         bos_token=SPECIAL[BOS],
         eos_token=SPECIAL[EOS],
-        additional_special_tokens=special[START:],
+        additional_special_tokens=[*special[START:], *markers],
     )
     fast.chat_template = chat_template(family)
     return fast
@@ -248,12 +293,14 @@ def build_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
 
 def build_image_processor(
     family: str = "qwen3_vl",
-) -> Qwen2VLImageProcessorPil | GotOcr2ImageProcessorPil:
+) -> BaseImageProcessor:
     half = [0.5, 0.5, 0.5]
     if family == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=6)
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    if family.startswith("minicpmv"):
+        return MiniCPMV4_6ImageProcessorPil(scale_resolution=32, patch_size=4)
     if family == "glm4v":  # its limits count two frames
         limits = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
         return Glm4vImageProcessorPil(

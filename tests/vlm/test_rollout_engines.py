@@ -447,7 +447,11 @@ def test_invalid_vllm_settings_are_rejected(installed, fields, shown, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("internvl", "InternVL"), ("glm4v", "GLM-4.1V"), ("gemma3", "Gemma 3")]
+    ("family", "name"),
+    [
+        *(("internvl", "InternVL"), ("glm4v", "GLM-4.1V"), ("gemma3", "Gemma 3")),
+        ("minicpmv4_7", "MiniCPM-V 4.7"),
+    ],
 )
 def test_a_family_that_vllm_preprocesses_differently_is_rejected_before_loading(
     tmp_path, family, name

@@ -97,6 +97,8 @@ def test_vllm_loads_every_weight_and_gets_all_of_its_own(name):
 
 def test_families_that_vllm_may_sample_for_need_no_other_names():
     renamed = {name for name, family in FAMILIES.items() if "renamed" in family}
-    assert {*small_vlm.FAMILIES} <= {*FAMILIES}
+    newer = {"minicpmv4_7"}  # than this version of vLLM
+    assert {*small_vlm.FAMILIES} - newer <= {*FAMILIES}
+    assert not any(get_family(build(name)).vllm for name in newer)
     for name in renamed:
         assert not get_family(build(name)).vllm

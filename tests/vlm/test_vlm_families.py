@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_vlm
@@ -15,29 +17,41 @@ import torch
 import vlm_runs
 from peft import PeftModel
 from runner import run_script
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BatchFeature,
     CohereConfig,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MiniCPMV4_6ImageProcessorPil,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.minicpmv4_7.processing_minicpmv4_7 import MiniCPMV4_7Processor
 from untrained.small.components import seeded
 from user_errors import raises_user_error
 
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
+from flow_grpo.images import read_image
 from flow_grpo.training.export import ExportSource
 from flow_grpo.vlm import export as vlm_export
+from flow_grpo.vlm.builders import max_prompt_tokens
 from flow_grpo.vlm.models import check_gpu_memory, get_family, load_model, load_processors
-from flow_grpo.vlm.packing import Response, concat_vision_inputs, pack_responses
+from flow_grpo.vlm.network import PolicyModel
+from flow_grpo.vlm.packing import (
+    Response,
+    concat_vision_inputs,
+    left_pad_prompts,
+    pack_responses,
+)
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import Sample
 from flow_grpo.vlm.session import VlmSession
@@ -49,6 +63,7 @@ PIXELS = {
     "smaller": {"max_pixels": 1024},
     "larger": {"min_pixels": 128 * 128, "max_pixels": 256 * 256},
 }
+MINICPMV = ("minicpmv4_6", "minicpmv4_7")
 CPU = torch.device("cpu")
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
@@ -60,7 +75,7 @@ class Runs:
     full: VlmSession
 
 
-@pytest.fixture(scope="module", params=small_vlm.FAMILIES)
+@pytest.fixture(scope="module", params=[f for f in small_vlm.FAMILIES if f != "minicpmv4_6"])
 def runs(request, tmp_path_factory) -> Runs:
     """Train one epoch with LoRA and one with all weights, from the published layout."""
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -109,7 +124,8 @@ def trained_log_probs(session: VlmSession, samples: list[Sample]) -> list[Tensor
 @torch.no_grad()
 def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tensor:
     """Return the logits of a response by the forward pass of transformers, without padding."""
-    prompt = session.rollout_engine.encoder.encode(session.questions[sample.row])
+    question, encoder = session.questions[sample.row], session.rollout_engine.encoder
+    prompt = encoder.encode(question)
     ids, extra = (
         torch.cat([prompt.ids, sample.tokens])[None],
         concat_vision_inputs(prompt.vision_inputs),
@@ -121,6 +137,12 @@ def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tenso
     extra.pop("tiles", None)  # InternVL computes them
     if model.config.model_type == "gemma3":  # its images attend to themselves in both directions
         extra["token_type_ids"] = (ids == small_vlm.IMAGE).int()
+    if model.config.model_type in MINICPMV and question.images:
+        images = [read_image(source) for source in question.images]
+        inputs = encoder.image_processor(images, return_tensors="pt")
+        extra = {name: inputs[name] for name in ("pixel_values", "target_sizes")}
+        if model.config.model_type == "minicpmv4_7":
+            extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
     return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
 
 
@@ -234,18 +256,97 @@ def test_images_are_resized_to_the_pixel_limits(runs, tmp_path):
     small_vlm.random_image(0, 128, 192).save(path)
     question, model = Question("How many?", (path,)), runs.full.policy.model
     if model.config.model_type == "gemma3":  # all images have the same size
-        for limits in (PIXELS["smaller"], PIXELS["larger"]):
-            with raises_user_error("set m", field=next(iter(limits))):
-                load_processors(str(runs.start), **limits)
+        for own in (PIXELS["smaller"], PIXELS["larger"]):
+            with raises_user_error("set m", field=next(iter(own))):
+                load_processors(str(runs.start), **own)
         return
+    limits = PIXELS
     tokens = {"": 12, "smaller": 2, "larger": 96}
+    if model.config.model_type in MINICPMV:
+        with raises_user_error("set min_pixels=0", field="min_pixels", value=7):
+            load_processors(str(runs.start), min_pixels=7)
+        limits = {"": {}, "one": {"max_pixels": 2047}, "two": {"max_pixels": 2048}}
+        # a thumbnail with 2 x 4 slices, alone, and with 1 x 2 slices
+        tokens = {"": 4 * 9, "one": 4, "two": 4 * 3}
     if model.config.model_type == "internvl":  # 3 x 2, 2 x 2 or 15 x 10 tiles and a thumbnail
         tokens = {"": 4 * 7, "smaller": 4 * 5, "larger": 4 * 151}
-    for limits, count in tokens.items():
-        encoder = PromptEncoder(*load_processors(str(runs.start), **PIXELS[limits]), model)
+    for kind, count in tokens.items():
+        encoder = PromptEncoder(*load_processors(str(runs.start), **limits[kind]), model)
         prompt = encoder.encode(question)
         assert (prompt.ids == small_vlm.IMAGE).sum() == count
         assert encoder.prompt_length(question) == len(prompt)
+
+
+def test_minicpmv_4_6_is_trained(tmp_path):
+    """It has other positions than 4.7, and published weights may include those of MTP."""
+    start = small_vlm.save(tmp_path / "model", "minicpmv4_6")
+    path = start / "model.safetensors"
+    weights = {**load_file(path), "mtp.fc.weight": torch.zeros(2, 2)}
+    save_file(weights, path, metadata={"format": "pt"})
+    data = small_vlm.write_data(tmp_path / "data")
+    fields = {"pretrained.model": str(start), "dataset": str(data), "logdir": str(tmp_path)}
+    fields |= {"num_epochs": 1, "train.freeze_vision": False, "train.recompute_old": True}
+    session = vlm_runs.run(**fields, **{"train.learning_rate": 1e-2})
+    line = vlm_runs.read_metrics(session)[-1]
+    assert line["train/first_update_ratio_dev"] == 0
+    assert line["train/grad_norm"] > 0
+    for model in (session.policy.model, load(export(session))):
+        assert_agreement(session, model, tolerance=2e-6)
+    with in_float64(session):
+        assert_agreement(session, session.policy.model, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ([(128, 192), (16, 16), (48, 48)], {}),
+        ([(333, 100)], {"max_slice_nums": 4, "use_image_id": False}),
+        ([(3, 600), (64, 64)], {"slice_mode": False}),
+        ([(50, 70), (20, 30)], {"downsample_mode": "4x"}),
+    ],
+)
+def test_slices_of_minicpmv_are_those_of_its_processor(sizes, settings):
+    model = small_vlm.build("minicpmv4_7")
+    encoder = small_vlm.encoder(model)
+    processor = encoder.image_processor
+    for name, value in settings.items():
+        setattr(processor, name, value)
+    model.config.downsample_mode = processor.downsample_mode
+    encoder = PromptEncoder(encoder.tokenizer, processor, model)
+    images = [small_vlm.random_image(i, *size) for i, size in enumerate(sizes)]
+    sources = tuple(small_vlm.encode_image(image) for image in images)
+    question = Question("".join(f"{i}<image>" for i in range(len(images))), sources)
+    prompt, inputs = encoder.encode(question), processor(images, return_tensors="pt")
+    text = f"<|im_start|>{minicpmv_text(processor, inputs, len(images))}<|im_end|><|im_start|>"
+    assert encoder.tokenizer.decode(prompt.ids) == text
+    assert encoder.prompt_length(question) == len(prompt)
+    network, kinds = PolicyModel(model).eval(), (prompt.ids == small_vlm.IMAGE).int()
+    with torch.no_grad():
+        ours = network.hidden_states(left_pad_prompts([prompt], small_vlm.PAD))
+        extra = {name: inputs[name] for name in ("pixel_values", "target_sizes")}
+        stock = model.model(prompt.ids[None], mm_token_type_ids=kinds[None], **extra)
+    assert (ours - stock.last_hidden_state).abs().max() < 1e-5
+    # the marker of a thumbnail is text in a response
+    written = encoder.encode_response("a<image><slice>", "row 1", small_vlm.EOS).tolist()
+    assert not {small_vlm.START, small_vlm.SLICE_START}.intersection(written)
+
+
+def minicpmv_text(processor: MiniCPMV4_6ImageProcessorPil, inputs: BatchFeature, count: int) -> str:
+    """Return the text of `count` numbered images by the methods of transformers' processor."""
+    markers = [*small_vlm.IMAGE_TOKENS["minicpmv4_7"], *small_vlm.MINICPMV_MARKERS]
+    names = ["image_start", "image_end", "image", "slice_start", "slice_end"]
+    names += ["image_id_start", "image_id_end"]
+    own = {f"{name}_token": token for name, token in zip(names, markers, strict=True)}
+    stock = SimpleNamespace(**own, video_token="", slice_mode=processor.slice_mode)
+    divisor = 4 if processor.downsample_mode == "4x" else 16
+    replace_token = partial(
+        MiniCPMV4_7Processor.replace_image_token, stock, inputs, image_token_divisor=divisor
+    )
+    texts = [replace_token(image_idx=i) for i in range(count)]
+    if processor.use_image_id:
+        text = stock.image_token * count
+        texts = MiniCPMV4_7Processor._prepend_local_ids(stock, [text], texts, stock.image_token)
+    return "".join(f"{i}{text}" for i, text in enumerate(texts))
 
 
 TEXT_CONFIGS = {
@@ -304,6 +405,22 @@ def test_unsupported_language_models_are_rejected(tmp_path, config, message):
     }
     with raises_user_error(message, "pretrained.model", "custom_models"):
         vlm_runs.run(**fields, logdir=str(tmp_path))
+
+
+def test_longrope_models_are_limited_to_their_original_context():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(**small_vlm.TEXT, rope_parameters=rope, original_max_position_embeddings=64)
+    with seeded(0):
+        model = AutoModelForCausalLM.from_config(config)
+        ids = torch.randint(20, 90, (1, 65))
+    with torch.no_grad():  # one token more changes the probabilities of all
+        short, long = (model.eval()(input_ids=ids[:, :n]).logits[:, 1:64] for n in (64, 65))
+    assert (short - long).abs().max() > 1e-3
+    fields = {"sample.max_new_tokens": 60}
+    assert max_prompt_tokens(vlm_runs.make_config(**fields), model) == 4
+    with raises_user_error("the 64 tokens", field="max_prompt_length", value=5):
+        max_prompt_tokens(vlm_runs.make_config(**fields, max_prompt_length=5), model)
 
 
 def test_images_are_rejected_for_a_text_only_model(tmp_path):

@@ -4,12 +4,14 @@ Optical flow is that of Farneback (2003), as implemented in OpenCV, in pixels pe
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import TooFewFrames
 from flow_grpo.rewards.option_checks import require_opencv
 from flow_grpo.rewards.protocol import MetadataRows, Scorer
 
@@ -30,13 +32,11 @@ def optical_flow(video: list[Image.Image]) -> np.ndarray:
         cv2.calcOpticalFlowFarneback(before, after, None, **PYRAMID, **POLYNOMIAL)
         for before, after in itertools.pairwise(grey)
     ]
-    return np.stack(flows) if flows else np.zeros((0, *grey[0].shape, 2), np.float32)
+    return np.stack(flows)
 
 
 def top_speed(flows: np.ndarray) -> float:
-    """Return the mean speed of the fastest 5 % of the pixels of each flow; 0 for a single frame."""
-    if not len(flows):
-        return 0.0
+    """Return the mean speed of the fastest 5 % of the pixels of each flow."""
     speeds = np.sort(np.linalg.norm(flows, axis=-1).reshape(len(flows), -1))
     count = max(1, round(FASTEST * speeds.shape[1]))
     return float(speeds[:, -count:].mean())
@@ -44,7 +44,7 @@ def top_speed(flows: np.ndarray) -> float:
 
 def smoothness(flows: np.ndarray) -> float:
     """Return 1 - sum |f' - f| / sum (|f'| + |f|) over consecutive flows f and f', in [0, 1]."""
-    if len(flows) < 2 or np.linalg.norm(flows, axis=-1).mean() < STILL:
+    if np.linalg.norm(flows, axis=-1).mean() < STILL:
         return 1.0
     speeds = np.linalg.norm(flows, axis=-1)
     change = np.linalg.norm(np.diff(flows, axis=0), axis=-1)
@@ -71,8 +71,14 @@ class VideoMotion(Scorer):
     def __call__(
         self, images: Videos, prompts: list[str], metadata: MetadataRows
     ) -> tuple[list[float], dict[str, list[float]]]:
-        speeds = [top_speed(optical_flow(video)) / min(video[0].size) for video in images]
-        return [min(1.0, speed / self.speed) for speed in speeds], {"speed": speeds}
+        speeds = _measure(
+            images, 2, lambda video: top_speed(optical_flow(video)) / min(video[0].size)
+        )
+        scores = [
+            speed if isinstance(speed, TooFewFrames) else min(1.0, speed / self.speed)
+            for speed in speeds
+        ]
+        return scores, {"speed": speeds}
 
 
 class MotionSmoothness(Scorer):
@@ -88,7 +94,7 @@ class MotionSmoothness(Scorer):
         require_opencv("motion_smoothness")
 
     def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
-        return [smoothness(optical_flow(video)) for video in images]
+        return _measure(images, 3, lambda video: smoothness(optical_flow(video)))
 
 
 class TemporalFlicker(Scorer):
@@ -101,9 +107,19 @@ class TemporalFlicker(Scorer):
     frames = "clip"
 
     def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
-        return [1.0 - _mean_difference(video) for video in images]
+        return _measure(images, 2, lambda video: 1.0 - _mean_difference(video))
+
+
+def _measure(
+    videos: Videos, least: int, measure: Callable[[list[Image.Image]], float]
+) -> list[float]:
+    """Measure each video; those of fewer than `least` frames have no score."""
+    return [
+        measure(video) if len(video) >= least else TooFewFrames(len(video), least)
+        for video in videos
+    ]
 
 
 def _mean_difference(video: list[Image.Image]) -> float:
     pixels = np.stack([np.asarray(frame.convert("RGB"), np.float32) for frame in video]) / 255
-    return float(np.abs(np.diff(pixels, axis=0)).mean()) if len(video) > 1 else 0.0
+    return float(np.abs(np.diff(pixels, axis=0)).mean())

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.failure import TooFewFrames
 from flow_grpo.rewards.frames import DEFAULT_FPS, WHOLE_VIDEO
 from flow_grpo.rewards.frozen_model import SCORE, Values
 from flow_grpo.rewards.loading import Weights
@@ -70,9 +70,9 @@ class VideoAlign(QwenVlRegression):
         head.load_state_dict({"weight": matrix})
         return head
 
-    def prepare_sample(self, sample: list[Image.Image], row: dict) -> list[Visual] | Failed:
-        if len(sample) < self.patcher.temporal:
-            return Failed(f"a video needs at least {self.patcher.temporal} frames")
+    def prepare_sample(self, sample: list[Image.Image], row: dict) -> list[Visual] | TooFewFrames:
+        if len(sample) < (least := self.patcher.temporal):
+            return TooFewFrames(len(sample), least)
         fps = self.fps or getattr(sample, "fps", DEFAULT_FPS)
         chosen = [sample[i] for i in sampled_frames(len(sample), fps)]
         return [self.patcher.video(chosen, MIN_TOKENS, MAX_TOKENS)]

@@ -16,6 +16,7 @@ from flow_grpo.rewards.failure import (
     FailurePolicy,
     RetryTimer,
     ScoreTooLarge,
+    TooFewFrames,
     describe_error,
 )
 from flow_grpo.rewards.frames import sample_kind
@@ -113,8 +114,8 @@ class GuardedScorer:
             reason = describe_error(error) + _error_location(error)
             raise UserError(f"fails in a test call: {reason}", field=reward, hint=hint) from error
         scores = [] if error is not None else running.result().values
-        if large := [each for each in scores if isinstance(each, ScoreTooLarge)]:
-            raise UserError(f"fails in a test call: {large[0].reason}", field=reward)
+        if wrong := [each for each in scores if isinstance(each, ScoreTooLarge | TooFewFrames)]:
+            raise UserError(f"fails in a test call: {wrong[0].reason}", field=reward)
 
     def _score(
         self, images: ImagesFuture, prompts: list[str], metadata: MetadataRows

@@ -37,6 +37,8 @@ FAMILIES: Registry[type[Family]] = Registry(
         "glm4v": f"{__name__}.glm4v:Glm4V",
         "glm46v": f"{__name__}.glm4v:Glm4V",
         "internvl": f"{__name__}.internvl:InternVL",
+        "minicpmv4_6": f"{__name__}.minicpmv:MiniCPMV",
+        "minicpmv4_7": f"{__name__}.minicpmv:MiniCPMV47",
         "qwen2_vl": f"{__name__}.qwen_vl:QwenVL",
         "qwen2_5_vl": f"{__name__}.qwen_vl:QwenVL",
         "qwen3_vl": f"{__name__}.qwen3_vl:Qwen3VL",
@@ -46,6 +48,8 @@ FAMILIES: Registry[type[Family]] = Registry(
     },
 )
 MODEL_KIND = "a language model"
+# Weights that predict several tokens at once, which models of transformers do not have.
+TOKEN_PREDICTION = "mtp."
 
 
 def register_model(field: str, name: str, found: Any) -> None:
@@ -135,6 +139,8 @@ def load_model(
             ignore_mismatched_sizes=True,  # listed in the report
             trust_remote_code=False,
         )
+    unexpected = {n for n in report["unexpected_keys"] if not n.startswith(TOKEN_PREDICTION)}
+    report["unexpected_keys"] = unexpected
     check_loading_report(field, source, report, f"a {type(model).__name__}")
     with explain_load_errors(field, source, MODEL_KIND):
         folder = Path(cached_file(source, "config.json", revision=revision)).parent

@@ -4,7 +4,7 @@ The defaults are those of a text-only causal language model of transformers: no 
 image tokens, one-dimensional position ids.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Tensors of an image or a video by argument name of the forward pass; several images are
 # concatenated along the first dimension.
 VisionInputs = dict[str, Tensor]
+# Number of tokens of each slice of an image, row by row; a single slice in most families.
+ImageLayout = list[list[int]]
 
 
 def concat_vision_inputs(images: Sequence[VisionInputs]) -> VisionInputs:
@@ -54,7 +56,7 @@ class Family:
 
     tower: nn.Module | None = None  # the vision tower
     # Placeholder of an image. The chat template writes it once per image; in the prompt it is
-    # repeated once per image token.
+    # repeated once per image token, see `image_ids`.
     image_token: int | None = None
     video_token: int | None = None  # the same for videos; None if they are not supported
     banned_token_ids: Sequence[int] = ()  # tokens that are never sampled
@@ -124,6 +126,27 @@ class Family:
         """
         return 0
 
+    def predict_layout(self, processor: Any, height: int, width: int) -> ImageLayout:
+        """Return what `image_layout` will return, computed from the size of the image only.
+
+        Raises:
+            ValueError: If the processor does not support the size.
+        """
+        return [[self.count_image_tokens(processor, height, width)]]
+
+    def image_ids(
+        self, processor: Any, layout: ImageLayout, number: int, encode: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Return the prompt tokens of an image, which replace its placeholder.
+
+        Args:
+            processor: The image processor.
+            layout: Number of tokens of each slice.
+            number: Number of images before it in the prompt.
+            encode: Returns the token ids of a text.
+        """
+        return [self.image_token] * sum(map(sum, layout))
+
     # The following methods are only called for models with a vision tower.
 
     def preprocess_images(
@@ -143,8 +166,12 @@ class Family:
         raise NotImplementedError
 
     def num_image_tokens(self, image: VisionInputs) -> int:
-        """Return the number of prompt tokens of a preprocessed image."""
+        """Return the number of image tokens of a preprocessed image."""
         raise NotImplementedError
+
+    def image_layout(self, image: VisionInputs) -> ImageLayout:
+        """Return the number of tokens of each slice of a preprocessed image."""
+        return [[self.num_image_tokens(image)]]
 
     def num_video_tokens(self, video: VisionInputs) -> list[int]:
         """Return the number of tokens of each placeholder of a preprocessed video."""
