@@ -16,6 +16,7 @@ OUTSIDE = (
     *("assets/tiny-video/README.md", "assets/tiny-video/samples.png"),
     *("assets/tiny-vlm/README.md", "assets/tiny-vlm/samples.png", "assets/tiny-text/README.md"),
     "assets/tiny-enhancer/README.md",
+    "assets/tiny-tools/README.md",
     *("examples/first_run.ipynb", "Dockerfile"),
     *("dataset/README.md", "reward_server/README.md", "reward_server/openapi.json"),
     *(f"flow_grpo/rewards/environments/{name}.txt" for name in ("deqa", "paddleocr")),

@@ -169,7 +169,31 @@ PRESETS: dict[str, FieldValues] = {
         "sample": {"questions_per_epoch": 16, "group_size": 8, "max_new_tokens": 40},
         "train": {"learning_rate": 1e-3},
     },
-    # The same model copies given responses: one pass over 200 of them, without a rollout.
+    # A small language model learns to call a tool: Python for products, ...
+    "tiny_python": {
+        PARENT_KEY: "tiny_text",
+        "pretrained": {"model": "assets/tiny-tools"},
+        "dataset": "dataset/products",
+        "environment": "flow_grpo.vlm.environments.python_sandbox:PythonSandbox",
+        "environment_options": {"timeout": 5.0, "max_characters": 100},
+        "reward_fn": {"math_answer": 1.0},
+        "num_epochs": 4,
+        "eval_freq": 2,
+        "sample": {"max_new_tokens": 40, "max_turns": 2, "max_observation_tokens": 130},
+        "train": {"learning_rate": 4e-4},
+    },
+    # ... or a search for the colours of invented places.
+    "tiny_search": {
+        PARENT_KEY: "tiny_python",
+        "dataset": "dataset/places",
+        "environment": "flow_grpo.vlm.environments.local_search:LocalSearch",
+        "environment_options": {
+            "corpus": "dataset/places/corpus.jsonl",
+            "results": 1,
+            "max_characters": 100,
+        },
+    },
+    # The small text-only model copies given responses: one pass over 200 of them, without a rollout.
     "tiny_text_sft": {
         PARENT_KEY: "tiny_text",
         "dataset": "dataset/sum_responses",

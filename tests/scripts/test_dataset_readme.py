@@ -39,7 +39,7 @@ def test_sizes_and_columns_are_those_of_the_files(name, train, test, columns, co
 
 
 @pytest.mark.parametrize(
-    "name", ["ocr", "ocr_full", "scenes", "sign_requests"]
+    "name", ["ocr", "ocr_full", "places", "products", "scenes", "sign_requests"]
 )  # tests of the others draw images
 def test_the_command_writes_the_same_files(name, tmp_path):
     [command] = [row[-1] for row in ROWS if row[0] == name]

@@ -31,7 +31,7 @@ from flow_grpo.vlm.advantages import ResponseTensors
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.critic import split_saved_param_groups
-from flow_grpo.vlm.losses import AGGREGATIONS, BUILT_IN_LOSSES, GIVEN_LOSSES, LOSS_NAMES
+from flow_grpo.vlm.losses import AGGREGATIONS, BUILT_IN_LOSSES, LOSS_NAMES
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
@@ -579,10 +579,11 @@ def test_presets_are_valid(name):
         assert plan.batch_size * processes <= plan.samples
 
 
-ONLINE = [n for n in presets.PRESETS if presets.get_config(n).train.loss not in GIVEN_LOSSES]
+# the prompts of the small models do not name the tags of the final answer
+ONLINE = [n for n in presets.PRESETS if not n.startswith("tiny_")]
 
 
-@pytest.mark.parametrize("name", sorted({"", *ONLINE} - {"tiny_text", "tiny_vlm"}))
+@pytest.mark.parametrize("name", ["", *ONLINE])
 def test_the_requested_format_gets_the_full_reward(model_and_data, tmp_path, name):
     """The bare reference answer gets none, so the format has to be learned."""
     config = presets.get_config(name)
