@@ -21,7 +21,7 @@ from typing import Any
 from flow_grpo.report.console import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = ("README.md", "vlm.md", "tools.md", "preferences.md")
+PAGES = ("README.md", "vlm.md", "tools.md", "preferences.md", "two_players_cpu.md")
 PLACE = re.compile(r"(<!-- runs (\S+) (\S+)(.*?)\n(.*?)-->\n).*?(<!-- end -->)", re.S)
 Row = dict[str, Any]
 

@@ -35,6 +35,7 @@ UNHEALTHY = {
     "tiny_mixed-2": {"diversity"},
     **{f"no_leash-{i}": {"diversity"} for i in (1, 2)},
     **{f"leash_0.1-{i}": {"diversity"} for i in (1, 3)},
+    "seed1_round2_enhancer": {"ratio drift"},  # its last update adds spaces to prompts
     # hacked, or solved
     **{f"hacking_{name}": {"diversity"} for name in ("nothing-1", "nothing-2")},
     **{f"hacking_{name}": {"diversity"} for name in ("diversity-1", "diversity-2")},
