@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from make_tool_questions import (
-    COLOURS,
-    FACTORS,
-    PLACES,
-    make_places,
-    make_products,
-)
+from make_tool_questions import COLOURS, FACTORS, PLACES, make_places, make_products
 from tiny.saving import check_fits_fp16
 from tiny_vlm.texts import END, PAD, START
 from torch import Tensor

@@ -193,7 +193,7 @@ PRESETS: dict[str, FieldValues] = {
             "max_characters": 100,
         },
     },
-    # The small text-only model copies given responses: one pass over 200 of them, without a rollout.
+    # The small text-only model copies given responses: one pass over 200, without a rollout.
     "tiny_text_sft": {
         PARENT_KEY: "tiny_text",
         "dataset": "dataset/sum_responses",

@@ -12,8 +12,7 @@ def test_the_model_learns_to_search(run):
     done = run(
         script="scripts/train_vlm.py",
         config="config/vlm.py:tiny_search",
-        num_epochs=4,
-        eval_freq=4,
+        num_epochs=2,
         save_freq=0,
     )
     assert done.returncode == 0, done.stderr
@@ -21,7 +20,7 @@ def test_the_model_learns_to_search(run):
     assert before["eval/math_answer"] < 0.3  # guesses of ten colours
     assert last["eval/math_answer"] > 0.8
     assert last["reward/failed"] == 0
-    file = run.logdir / "run/samples/eval-00004/samples.jsonl"
+    file = run.logdir / "run/samples/eval-00002/samples.jsonl"
     answers = [json.loads(line)["answer"] for line in file.read_text().splitlines()]
     called = ['{"name": "search"' in answer and "\n[1] " in answer for answer in answers]
     assert sum(called) > 0.8 * len(called)
