@@ -28,6 +28,14 @@ class Failed(float):
     def __repr__(self) -> str:
         return f"Failed({self.reason!r})"
 
+    def __reduce__(self) -> tuple:
+        return _restore_failed, (type(self), self.reason)
+
+
+def _restore_failed(kind: type[Failed], reason: str) -> Failed:
+    """Return a failure of the class `kind`, whose constructor may have other parameters."""
+    return Failed.__new__(kind, reason)
+
 
 class ScoreTooLarge(Failed):
     """A score beyond `MAX_SCORE`: its variance, or the loss it weights, would overflow."""
