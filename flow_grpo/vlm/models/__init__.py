@@ -3,6 +3,7 @@
 Families are imported on first use.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from flow_grpo.weight_checks import (
     check_stored_weights,
     quiet_transformers,
 )
+
+logger = logging.getLogger("flow_grpo")
 
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
@@ -139,8 +142,17 @@ def load_model(
             ignore_mismatched_sizes=True,  # listed in the report
             trust_remote_code=False,
         )
-    unexpected = {n for n in report["unexpected_keys"] if not n.startswith(TOKEN_PREDICTION)}
-    report["unexpected_keys"] = unexpected
+    unexpected = report["unexpected_keys"]
+    ignored = {name for name in unexpected if name.startswith(TOKEN_PREDICTION)}
+    report["unexpected_keys"] = {*unexpected} - ignored
+    if ignored:
+        logger.info(
+            "%s: %d of its tensors (%s*, to predict several tokens at once) are not loaded, and "
+            "exports lack them",
+            source,
+            len(ignored),
+            TOKEN_PREDICTION,
+        )
     check_loading_report(field, source, report, f"a {type(model).__name__}")
     with explain_load_errors(field, source, MODEL_KIND):
         folder = Path(cached_file(source, "config.json", revision=revision)).parent

@@ -16,16 +16,28 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+)
 
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.models.base import ImageLayout, VisionInputs
 from flow_grpo.vlm.models.qwen3_5 import Qwen35Decoder
 
 PIXELS, SIZES, GRID = "pixel_values", "target_sizes", "grid"
+MARKERS = {  # by the name of their id in the config
+    "image_start_id": "<image>",
+    "image_end_id": "</image>",
+    "slice_start_id": "<slice>",
+    "slice_end_id": "</slice>",
+    "image_id_start_id": "<image_id>",
+    "image_id_end_id": "</image_id>",
+}
 VISION_TOKEN_FIELDS = (  # the markers are in the config of 4.7 only
-    *("image_token_id", "video_token_id", "image_start_id", "image_end_id"),
-    *("slice_start_id", "slice_end_id"),
+    *("image_token_id", "video_token_id"),
+    *MARKERS,
 )
 
 
@@ -55,7 +67,9 @@ class MiniCPMV(Qwen35Decoder):
         tokens = (getattr(config, name, None) for name in VISION_TOKEN_FIELDS)
         self.banned_token_ids = [token for token in tokens if token is not None]
         self.mode = config.downsample_mode
-        self.side = 2 if self.mode == "4x" else 4  # a token merges a square of patches
+        self.side = 4  # a token merges a square of patches
+        if self.mode == "4x":
+            self.side, self.unused = 2, model.model.vision_tower.vit_merger
 
     @classmethod
     def load_vision_processor(
@@ -75,8 +89,27 @@ class MiniCPMV(Qwen35Decoder):
             processor.max_slice_nums = max(1, max_pixels // processor.scale_resolution**2)
         return processor
 
+    def lora_targets(self, with_tower: bool) -> str:
+        targets = super().lora_targets(with_tower)
+        return targets if self.unused is None else rf"(?!.*\.vit_merger\.){targets}"
+
     def compute_positions(self, ids: Tensor, images: Sequence[VisionInputs]) -> Tensor:
         return torch.arange(len(ids)).expand(self.axes, -1)
+
+    def marker_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        found = []
+        for field, marker in MARKERS.items():
+            ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
+            expected = getattr(self.model.config, field, None)
+            if tokenizer.convert_ids_to_tokens(ids) != [marker] or expected not in (None, *ids):
+                token = "a token" if expected is None else f"the token {expected} ({field})"
+                raise UserError(
+                    f"must encode {marker} as {token}, not as {ids}",
+                    field=f"tokenizer of {tokenizer.name_or_path}",
+                    hint="use the model's own tokenizer",
+                )
+            found += ids
+        return found
 
     def predict_layout(self, processor: Any, height: int, width: int) -> ImageLayout:
         size, slice_side, patch = (height, width), processor.scale_resolution, processor.patch_size
