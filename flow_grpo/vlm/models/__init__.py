@@ -142,21 +142,20 @@ def load_model(
             ignore_mismatched_sizes=True,  # listed in the report
             trust_remote_code=False,
         )
-    unexpected = report["unexpected_keys"]
-    ignored = {name for name in unexpected if name.startswith(TOKEN_PREDICTION)}
-    report["unexpected_keys"] = {*unexpected} - ignored
-    if ignored:
-        logger.info(
-            "%s: %d of its tensors (%s*, to predict several tokens at once) are not loaded, and "
-            "exports lack them",
-            source,
-            len(ignored),
-            TOKEN_PREDICTION,
-        )
+    unexpected = {n for n in report["unexpected_keys"] if not n.startswith(TOKEN_PREDICTION)}
+    report["unexpected_keys"] = unexpected
     check_loading_report(field, source, report, f"a {type(model).__name__}")
     with explain_load_errors(field, source, MODEL_KIND):
         folder = Path(cached_file(source, "config.json", revision=revision)).parent
-        check_stored_weights(folder, "model*.safetensors")
+        stored = check_stored_weights(folder, "model*.safetensors")
+    if ignored := sum(name.startswith(TOKEN_PREDICTION) for name in stored):
+        logger.info(
+            "%s: %d of its tensors (%s*, multi-token prediction) are not loaded, and exports "
+            "lack them",
+            source,
+            ignored,
+            TOKEN_PREDICTION,
+        )
     check_finite(f"{field}={source!r}", model.state_dict().items())
     rotary = ((n, b) for n, b in model.named_buffers() if n.endswith("inv_freq"))
     check_finite(f"{field}={source!r}", rotary)  # computed from the config
