@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 
 def context_length(config: PretrainedConfig) -> tuple[int, str]:
-    """Return the maximum number of tokens of a row (0 if unknown), and what it is called.
+    """Return the maximum number of tokens in a row (0 if unknown), and its description in errors.
 
     With longrope, if one row of a forward pass exceeds the original context, the rotary frequencies
     of all rows change. Results would then depend on the other rows of a batch.
