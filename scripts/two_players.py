@@ -5,9 +5,9 @@
 
 In each round, the enhancer is trained on images of the current diffusion model. It then rewrites
 the training requests, and the diffusion model is trained on the rewritten prompts; its images are
-scored against the users' prompts. The table has the held-out score of all four combinations:
-neither, the enhancer, the diffusion LoRA, and both. OUT.png has images of the first seed. Repeat
-the command to resume.
+scored against the users' prompts. The table contains the held-out scores of all four combinations:
+neither, the enhancer, the diffusion LoRA, and both. OUT.png shows images of the first seed. To
+resume an interrupted run, repeat the command.
 """
 
 import argparse
@@ -65,14 +65,14 @@ def run(script: str, *arguments: str) -> None:
 
 
 def train(script: str, config: str, folder: Path, epochs: int, **fields: Any) -> Path:
-    """Train a run, unless it is finished; return the directory of its weights.
+    """Train a run unless it is finished, and return the directory of its weights.
 
     Args:
         script: The training script.
         config: Its config file.
         folder: Directory of the run; an interrupted run is resumed.
         epochs: Number of epochs; the run is evaluated before the first and after the last one.
-        fields: Config fields with `__` for a dot.
+        fields: Config fields, with `__` instead of each dot.
     """
     from flow_grpo.training.checkpoint import find_weights  # imports torch
 
@@ -85,7 +85,7 @@ def train(script: str, config: str, folder: Path, epochs: int, **fields: Any) ->
 
 
 def is_finished(folder: Path, epochs: int) -> bool:
-    """Return whether a run has all its epochs; an interrupted one may have saved a checkpoint."""
+    """Return whether a run completed all epochs; interrupted runs may have checkpoints, too."""
     rows = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     return bool(rows) and rows[-1]["epoch"] >= epochs
 
@@ -97,7 +97,7 @@ def train_round(
 
     Args:
         args: Arguments of the command.
-        folder: Directory of the rewritten prompts; its name begins those of both runs.
+        folder: Directory of the rewritten prompts; its name is the prefix of both run names.
         seed: Seed of both runs.
         before: Weights of the previous round, which both models continue from, or None.
     """
@@ -187,7 +187,7 @@ def evaluate(args: argparse.Namespace, folder: Path, players: Players) -> list[f
 
 
 def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> None:
-    """Save images of held-out requests, with a column per combination.
+    """Save a grid with images of held-out requests, with one column per combination.
 
     Args:
         folder: Directory of the round, with the evaluations of its players.
@@ -248,7 +248,7 @@ def play(args: argparse.Namespace, seed: int) -> tuple[Path, Players]:
     players = None
     for number in range(args.rounds):
         folder = args.logdir / f"seed{seed}-round{number + 1}"
-        # another order of the requests and other noise in each round
+        # each round uses another order of the requests and different noise
         players = train_round(args, folder, seed + SEEDS_PER_ROUND * number, players)
     return folder, players
 
@@ -313,7 +313,7 @@ def check_same_settings(args: argparse.Namespace) -> None:
     for name, old in read_json(path).items():
         if old != wanted.get(name):
             raise UserError(
-                f"differs from {old} of the runs in {args.logdir}",
+                f"differs from {old}, which the runs in {args.logdir} used",
                 field=f"--{name.replace('_', '-')}",
                 value=wanted.get(name),
                 hint="choose another --logdir",

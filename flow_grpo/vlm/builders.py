@@ -271,7 +271,7 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
 
 
 def _context_length(config: PretrainedConfig) -> tuple[int, str]:
-    """Return the maximum number of tokens of a row, and what it is called.
+    """Return the maximum number of tokens in a row, and its description for error messages.
 
     With longrope, if one row of a forward pass exceeds the original context, the rotary frequencies
     of all rows change. Sampling and training would then differ.

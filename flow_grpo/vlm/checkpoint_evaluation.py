@@ -84,7 +84,7 @@ RESULT_SETTINGS = (
     "environment",
     "environment_options",
 )
-DRAW_RESOURCES = ("batch_size", "device", "offload")  # change rounding at most
+DRAW_RESOURCES = ("batch_size", "device", "offload")  # they affect at most the rounding
 RESULT_SAMPLE_SETTINGS = ("max_new_tokens", "engine", "max_turns", "max_observation_tokens")
 
 

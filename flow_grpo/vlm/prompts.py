@@ -231,7 +231,7 @@ class PromptEncoder:
             response: Tokens (T,) of the response before it.
             where: What to call it in error messages.
             limit: Maximum number of tokens.
-            shown: Number of images before it in the conversation.
+            shown: Number of images that precede it in the conversation.
         """
         text = self._literal.escape_special_tokens(text, where)
         messages = [
@@ -320,7 +320,7 @@ class PromptEncoder:
         video_counts: Sequence[int] = (),
         shown: int = 0,
     ) -> list[int]:
-        """Replace each placeholder by the tokens of its image or video.
+        """Replace each placeholder with the tokens of its image or video.
 
         The tokens of a video are image tokens as well.
 
@@ -329,7 +329,7 @@ class PromptEncoder:
             layouts: Number of tokens of each slice of each image.
             where: What to call the chat in error messages.
             video_counts: Number of tokens of each placeholder of a video.
-            shown: Number of images before these in the conversation.
+            shown: Number of images that precede these in the conversation.
         """
         family, encode = self.family, self._literal.encode
         images = [

@@ -1,6 +1,7 @@
 """Rewards of motion on translated textures, whose optical flow is known."""
 
 import math
+import pickle
 
 import cv2
 import numpy as np
@@ -9,7 +10,8 @@ from PIL import Image
 from user_errors import raises_user_error
 
 from flow_grpo.rewards import build_reward
-from flow_grpo.rewards.protocol import SOURCE
+from flow_grpo.rewards.failure import TooFewFrames
+from flow_grpo.rewards.protocol import SOURCE, score
 from flow_grpo.rewards.scorers import motion
 from flow_grpo.rewards.scorers.motion import MotionSmoothness, TemporalFlicker, VideoMotion
 
@@ -87,6 +89,9 @@ def test_an_image_has_no_motion_to_score(texture, name):
     moving = translated(texture, [(2, 0)] * 3)
     scores = reward([moving[:1], moving], ["", ""], [{}, {}])[name]
     assert np.isnan(scores).tolist() == [True, False]
+    [value] = score(reward.scorers[name], [moving[:1]], [""], [{}]).values
+    returned = pickle.loads(pickle.dumps(value))  # as from the process of a reward server
+    assert (type(returned), returned.reason) == (TooFewFrames, value.reason)
     with raises_user_error("videos of at least", "not 1", field=f"reward {name!r}"):
         reward.smoke_test([""], [{}], 32, 32, 1)
 

@@ -278,7 +278,7 @@ def test_images_are_resized_to_the_pixel_limits(runs, tmp_path):
 
 
 def test_minicpmv_4_6_is_trained(tmp_path):
-    """It has other positions than 4.7, and published weights may include those of MTP."""
+    """Its positions differ from those of 4.7, and published weights may include MTP weights."""
     start = small_vlm.save(tmp_path / "model", "minicpmv4_6")
     path = start / "model.safetensors"
     weights = {**load_file(path), "mtp.fc.weight": torch.zeros(2, 2)}

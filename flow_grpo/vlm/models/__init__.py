@@ -48,7 +48,7 @@ FAMILIES: Registry[type[Family]] = Registry(
     },
 )
 MODEL_KIND = "a language model"
-# Weights that predict several tokens at once, which models of transformers do not have.
+# Prefix of the weights for multi-token prediction (MTP), which models in transformers lack.
 TOKEN_PREDICTION = "mtp."
 
 

@@ -56,7 +56,7 @@ class Family:
 
     tower: nn.Module | None = None  # the vision tower
     # Placeholder of an image. The chat template writes it once per image; in the prompt it is
-    # repeated once per image token, see `image_ids`.
+    # repeated once per image token (see `image_ids`).
     image_token: int | None = None
     video_token: int | None = None  # the same for videos; None if they are not supported
     banned_token_ids: Sequence[int] = ()  # tokens that are never sampled
@@ -127,7 +127,7 @@ class Family:
         return 0
 
     def predict_layout(self, processor: Any, height: int, width: int) -> ImageLayout:
-        """Return what `image_layout` will return, computed from the size of the image only.
+        """Return what `image_layout` will return, computed only from the size of the image.
 
         Raises:
             ValueError: If the processor does not support the size.
@@ -142,7 +142,7 @@ class Family:
         Args:
             processor: The image processor.
             layout: Number of tokens of each slice.
-            number: Number of images before it in the prompt.
+            number: Number of images that precede it in the prompt.
             encode: Returns the token ids of a text.
         """
         return [self.image_token] * sum(map(sum, layout))

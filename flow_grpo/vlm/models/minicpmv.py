@@ -1,11 +1,11 @@
-"""MiniCPM-V 4.6 and 4.7, which cut an image into slices that alternate with text in the prompt.
+"""MiniCPM-V 4.6 and 4.7, which cut an image into slices separated by text in the prompt.
 
-An image is a thumbnail, followed by rows of slices if it has more pixels than a slice:
+The prompt contains a thumbnail, followed by rows of slices if the image is larger than a slice:
 
     <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
     <slice>...</slice><slice>...</slice>
 
-The number in `<image_id>` is that of the image in the conversation. The language model is that of
+`<image_id>` contains the index of the image in the conversation. The language model is that of
 Qwen3.5.
 """
 
@@ -32,9 +32,9 @@ VISION_TOKEN_FIELDS = (  # the markers are in the config of 4.7 only
 class MiniCPMV(Qwen35Decoder):
     """MiniCPM-V 4.6, with one-dimensional positions.
 
-    An image has `pixel_values` (patches, 3, height, width), `target_sizes` (slices, 2), the number
-    of patches in height and width of the thumbnail and of each slice, and `grid` (1, 2), the rows
-    and columns of slices; 0 without slices.
+    The inputs of an image are `pixel_values` (patches, 3, height, width); `target_sizes`
+    (slices, 2), the height and width of the thumbnail and of each slice in patches; and `grid`
+    (1, 2), the numbers of rows and columns of slices, which are 0 without slices.
     """
 
     names = {"minicpmv4_6": "MiniCPM-V 4.6"}  # noqa: RUF012
@@ -61,7 +61,7 @@ class MiniCPMV(Qwen35Decoder):
     def load_vision_processor(
         cls, source: str, revision: str, *, min_pixels: int, max_pixels: int
     ) -> Any:
-        """Load the image processor; `max_pixels` is rounded to whole slices without thumbnail."""
+        """Load the image processor; `max_pixels` is rounded down to whole slices."""
         if min_pixels:
             raise UserError(
                 f"has no effect on MiniCPM-V (pretrained.model={source!r}), which enlarges small "
