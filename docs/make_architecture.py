@@ -38,6 +38,7 @@ BASICS = (
     "errors",
     "audio",
     "chat_templates",
+    "context_length",
     "host_header",
     "host_memory",
     "hub_access",

@@ -122,18 +122,23 @@ def check_stored_dtypes(where: str, types: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def check_stored_weights(folder: Path, pattern: str = "*.safetensors") -> None:
+def check_stored_weights(folder: Path, pattern: str = "*.safetensors") -> list[str]:
     """Check the dtypes of all weights in a directory, and that no tensor is in two shards.
 
     Only headers are read. Directories whose config.json describes a quantization are skipped.
+
+    Returns:
+        The names of the tensors.
     """
     config = folder / "config.json"
+    stored: list[str] = []
     if config.is_file() and "quantization_config" in read_json(config):
-        return
+        return stored
     shards: dict[str, Path] = {}
     for path in sorted(folder.glob(pattern)):
         with safe_open(path, "pt") as file:
             names = file.keys()
+            stored += names
             check_stored_dtypes(str(path), ((n, file.get_slice(n).get_dtype()) for n in names))
             for name in names if SHARD_FILE.search(path.name) else ():
                 if name in shards:
@@ -143,6 +148,7 @@ def check_stored_weights(folder: Path, pattern: str = "*.safetensors") -> None:
                         hint="use the files that the model's authors published",
                     )
                 shards[name] = path
+    return stored
 
 
 def check_files_finite(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Write dataset/products and dataset/places, whose questions need the tools Python and search.
+"""Write dataset/products and dataset/places, whose questions require tool calls.
 
     python scripts/make_tool_questions.py --out new/
 
-The colours of the places are random, so that they can only be found in `places/corpus.jsonl`.
+Products require a Python interpreter. The colours of the places are random and can only be found by
+searching `places/corpus.jsonl`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ def make_products() -> list[Row]:
 
 
 def make_places() -> dict[str, str]:
-    """Return the colour of each place; the first ones are those of the questions."""
+    """Return the colour of each place; the questions ask for those of the first places."""
     rng = random.Random(SEED)
     names = rng.sample(PLACES, NUM_DOCUMENTS)
     return {name.title(): rng.choice(COLOURS) for name in names}

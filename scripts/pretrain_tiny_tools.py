@@ -1,12 +1,12 @@
-"""Train assets/tiny-tools, a small language model that can call the tools Python and search.
+"""Train assets/tiny-tools, a small language model that can call Python and a search tool.
 
     python scripts/pretrain_tiny_tools.py --out new/tiny-tools
 
 The model can call the tool that a question needs and read its result, but it rarely does:
 `BEHAVIOURS` sets how often it calls the tool, makes an invalid call, or guesses, which leaves room
-for improvement by reinforcement learning. In the first half of the training, all calls are correct:
-with more examples of them, copying is learned sooner. No question of dataset/products and
-dataset/places occurs in the training data.
+for improvement by reinforcement learning. The first half of the training contains only correct
+calls, so that the model learns to copy sooner. The questions of dataset/products and dataset/places
+do not occur in the training data.
 """
 
 import argparse
@@ -59,7 +59,7 @@ IGNORED = -100  # label of tokens without a loss
 def build_tokenizer() -> PreTrainedTokenizerBase:
     """Return the tokenizer of tiny-text with tokens for the parts of calls and for the colours.
 
-    Sequences are then short, and copying is easy to learn.
+    This keeps sequences short and makes copying easy to learn.
     """
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
     tokenizer.add_tokens([AddedToken(part, normalized=False) for part in (*PARTS, *COLOURS)])
@@ -123,7 +123,7 @@ TASKS = (draw_product, draw_place)
 
 
 def demonstrate(rng: random.Random, task: Task, behaviour: str) -> list[str]:
-    """Return the turns of user and assistant, in alternation."""
+    """Return the alternating turns of the user and the assistant."""
     if behaviour == "guess":
         return [task.question, f"<answer>{task.guess}</answer>"]
     call, result, answer = json.dumps(task.call), task.result, task.answer

@@ -1,19 +1,20 @@
 """Alternately train a prompt enhancer and the diffusion model that draws its prompts.
 
-    python scripts/two_players.py --seeds 1 2 3 --rounds 2 --out docs/results/two_players \\
+    python scripts/two_players.py --seeds 1 2 3 --rounds 2 --out two_players \\
         [--enhancer-config config/vlm.py:tiny_enhancer] [--diffusion-config config/grpo.py:tiny_ocr]
 
 In each round, the enhancer is trained on images of the current diffusion model. It then rewrites
 the training requests, and the diffusion model is trained on the rewritten prompts; its images are
-scored against the users' prompts. The table has the held-out score of all four combinations:
-neither, the enhancer, the diffusion LoRA, and both. OUT.png has images of the first seed. Repeat
-the command to resume.
+scored against the users' prompts. The table contains the held-out scores of all four combinations:
+neither, the enhancer, the diffusion LoRA, and both. OUT.png shows images of the first seed. To
+resume an interrupted run, repeat the command.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from flow_grpo.report.grid import comparison_grid, format_score
 from flow_grpo.report.run_reader import read_metrics
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.draw_settings import DrawSettings, draw_settings
+from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.untrusted_files import read_json
@@ -63,14 +65,14 @@ def run(script: str, *arguments: str) -> None:
 
 
 def train(script: str, config: str, folder: Path, epochs: int, **fields: Any) -> Path:
-    """Train a run, unless it is finished; return the directory of its weights.
+    """Train a run unless it is finished, and return the directory of its weights.
 
     Args:
         script: The training script.
         config: Its config file.
         folder: Directory of the run; an interrupted run is resumed.
         epochs: Number of epochs; the run is evaluated before the first and after the last one.
-        fields: Config fields with `__` for a dot.
+        fields: Config fields, with `__` instead of each dot.
     """
     from flow_grpo.training.checkpoint import find_weights  # imports torch
 
@@ -83,7 +85,7 @@ def train(script: str, config: str, folder: Path, epochs: int, **fields: Any) ->
 
 
 def is_finished(folder: Path, epochs: int) -> bool:
-    """Return whether a run has all its epochs; an interrupted one may have saved a checkpoint."""
+    """Return whether a run completed all epochs; interrupted runs may have checkpoints, too."""
     rows = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     return bool(rows) and rows[-1]["epoch"] >= epochs
 
@@ -95,7 +97,7 @@ def train_round(
 
     Args:
         args: Arguments of the command.
-        folder: Directory of the rewritten prompts; its name begins those of both runs.
+        folder: Directory of the rewritten prompts; its name is the prefix of both run names.
         seed: Seed of both runs.
         before: Weights of the previous round, which both models continue from, or None.
     """
@@ -185,7 +187,7 @@ def evaluate(args: argparse.Namespace, folder: Path, players: Players) -> list[f
 
 
 def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> None:
-    """Save images of held-out requests, with a column per combination.
+    """Save a grid with images of held-out requests, with one column per combination.
 
     Args:
         folder: Directory of the round, with the evaluations of its players.
@@ -193,14 +195,17 @@ def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> 
         out: PNG file to write.
         count: Number of requests, which are evenly spaced.
     """
+    import torch
+
     from flow_grpo.diffusion.renderer import DiffusionRenderer  # imports torch
     from flow_grpo.rewards.drawn import DrawnImages
 
-    own = json.loads(Path(f"{folder}-enhancer/config.json").read_text("utf-8"))["draw"]
+    config = json.loads(Path(f"{folder}-enhancer/config.json").read_text("utf-8"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, captions = {}, {}
     for name, lora in (("frozen", ""), ("trained", players.lora)):
-        settings = draw_settings("drawn:ocr", DrawSettings(**{**own, "lora": str(lora)}), {})
-        drawn = DrawnImages(settings, DiffusionRenderer(settings, settings.device or "cpu"))
+        settings = drawing_settings(config, str(lora))
+        drawn = DrawnImages(settings, DiffusionRenderer(settings, settings.device or device))
         rows = read_rows(folder / f"eval-{name}/samples.jsonl")
         half = len(rows) // 2  # the initial enhancer first
         for part in rows[:half], rows[half:]:
@@ -216,17 +221,36 @@ def save_pictures(folder: Path, players: Players, out: Path, count: int = 8) -> 
     comparison_grid(columns, requests, captions).save(out)
 
 
-def play(args: argparse.Namespace, seed: int) -> list[float]:
-    """Alternately train both models with one seed; return the scores of the combinations."""
+def drawing_settings(config: Mapping[str, Any], lora: str) -> DrawSettings:
+    """Return the settings that an enhancer's images are drawn with.
+
+    Args:
+        config: Config of the enhancer.
+        lora: Weights to load into the diffusion model; empty for none.
+
+    Raises:
+        UserError: If no reward draws, or the diffusion model is missing.
+    """
+    weights = config["eval_reward_fn"] or config["reward_fn"]
+    drawn = [name for name in drawn_names(weights) if not config["reward_servers"].get(name)]
+    if not drawn:
+        raise UserError("has no reward drawn:NAME in this process", field="--enhancer-config")
+    draw = DrawSettings(**{**config["draw"], "lora": lora})
+    return draw_settings(drawn[0], draw, config["reward_options"].get(drawn[0], {}))
+
+
+def play(args: argparse.Namespace, seed: int) -> tuple[Path, Players]:
+    """Alternately train both models with one seed.
+
+    Returns:
+        The directory of the last round, and its weights.
+    """
     players = None
     for number in range(args.rounds):
         folder = args.logdir / f"seed{seed}-round{number + 1}"
-        # another order of the requests and other noise in each round
+        # each round uses another order of the requests and different noise
         players = train_round(args, folder, seed + SEEDS_PER_ROUND * number, players)
-    scores = evaluate(args, folder, players)
-    if seed == args.seeds[0]:
-        save_pictures(folder, players, Path(f"{args.out}.png"))
-    return scores
+    return folder, players
 
 
 def parse_args() -> argparse.Namespace:
@@ -240,7 +264,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--diffusion-config", default="config/grpo.py:tiny_ocr")
     requests = "requests with the columns question and prompt"
     parser.add_argument("--data", type=Path, default=Path("dataset/sign_requests"), help=requests)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/two_players"))
+    parser.add_argument("--out", type=Path, default=Path("two_players"))
     parser.add_argument("--logdir", type=Path, default=Path("logs/two_players"))
     args = parser.parse_args()
     for name in ("rounds", "enhancer_epochs", "diffusion_epochs"):
@@ -251,8 +275,25 @@ def parse_args() -> argparse.Namespace:
         if not (args.data / f"{split}.jsonl").is_file():
             rule = f"has no file {split}.jsonl"
             raise UserError(rule, field="--data", value=str(args.data))
+    check_enhancer(args.enhancer_config)
     args.logdir = args.logdir.resolve()
     return args
+
+
+def check_enhancer(path: str) -> None:
+    """Reject an enhancer that draws nothing, or whose LoRA the next round could not continue."""
+    from flow_grpo.diffusion.config_loading import load_config_file  # slow import
+    from flow_grpo.vlm.fields import VLM_SPEC
+
+    config = load_config_file(path, [], VLM_SPEC).to_dict()
+    if config["use_lora"]:
+        raise UserError(
+            "trains a LoRA (use_lora=True), but this script needs complete weights",
+            field="--enhancer-config",
+            value=path,
+            hint="set use_lora=False in the config file",
+        )
+    drawing_settings(config, lora="")
 
 
 def check_same_settings(args: argparse.Namespace) -> None:
@@ -261,11 +302,18 @@ def check_same_settings(args: argparse.Namespace) -> None:
     wanted = {name: str(getattr(args, name)) for name in names}
     path = args.logdir / "settings.json"
     if not path.exists():
+        if any(args.logdir.glob("seed*-round*")):
+            raise UserError(
+                "has runs, but no settings.json",
+                field="--logdir",
+                value=str(args.logdir),
+                hint="choose another directory",
+            )
         write_text_atomic(path, json.dumps(wanted, indent=1) + "\n")
     for name, old in read_json(path).items():
         if old != wanted.get(name):
             raise UserError(
-                f"differs from {old} of the runs in {args.logdir}",
+                f"differs from {old}, which the runs in {args.logdir} used",
                 field=f"--{name.replace('_', '-')}",
                 value=wanted.get(name),
                 hint="choose another --logdir",
@@ -277,13 +325,17 @@ def compare() -> None:
     args = parse_args()
     make_directories(args.out.parent, args.logdir)
     check_same_settings(args)
-    scores = [play(args, seed) for seed in args.seeds]
+    played, scores = [], []
+    for seed in args.seeds:
+        played.append(play(args, seed))
+        scores.append(evaluate(args, *played[-1]))
     rows = [
         [name, *(f"{each[i]:.3f}" for each in scores), format_range([each[i] for each in scores])]
         for i, name in enumerate(COMBINATIONS)
     ]
     head = ["trained", *(f"seed {seed}" for seed in args.seeds), "mean"]
     write_results(args.out, markdown_table([head, *rows]))
+    save_pictures(*played[0], Path(f"{args.out}.png"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Failed(float):
 
 
 def _restore_failed(kind: type[Failed], reason: str) -> Failed:
-    """Return a failure of the class `kind`, whose constructor may have other parameters."""
+    """Return a failure of `kind`; bypass its constructor, which may take other parameters."""
     return Failed.__new__(kind, reason)
 
 
@@ -46,10 +46,10 @@ class ScoreTooLarge(Failed):
 
 
 class TooFewFrames(Failed):
-    """The score of an image, or of a video that is too short, by a reward of videos."""
+    """The score that a video reward gives to an image or to a video with too few frames."""
 
     def __new__(cls, count: int, least: int) -> "TooFewFrames":
-        return super().__new__(cls, f"it scores videos of at least {least} frames, not {count}")
+        return super().__new__(cls, f"it needs videos of at least {least} frames, not {count}")
 
 
 class NotApplicable(float):

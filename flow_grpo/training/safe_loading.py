@@ -113,13 +113,13 @@ def _deepspeed_types(accelerator: Accelerator) -> list[type]:
 
 
 def _get_enum_member(kind: type[Enum], name: str) -> Enum:
-    """Return a member of an enumeration; replaces `getattr` in pickles of Python 3.11.0 to 3.11.3.
+    """Return an enumeration member; replaces `getattr` in pickles of Python 3.11.0 to 3.11.3.
 
     Raises:
         pickle.UnpicklingError: If `kind` is not an enumeration.
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise pickle.UnpicklingError(f"attribute {name} of {kind} is not data")
+        raise pickle.UnpicklingError(f"attribute {name} of {kind} is not an enumeration member")
     return kind[name]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.config.fields import ADAMW_BF16
+from flow_grpo.context_length import context_length
 from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
@@ -244,7 +245,7 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
     Raises:
         UserError: If prompts and responses do not fit into the model's context.
     """
-    positions, context = _context_length(model.config.get_text_config())
+    positions, context = context_length(model.config.get_text_config())
     sample = config.sample
     available = positions - sample.max_new_tokens - later_turn_tokens(config)
     if available < 1 or config.max_prompt_length > available:
@@ -268,21 +269,6 @@ def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
             hint="lower one of them",
         )
     return config.max_prompt_length or available
-
-
-def _context_length(config: PretrainedConfig) -> tuple[int, str]:
-    """Return the maximum number of tokens of a row, and what it is called.
-
-    With longrope, if one row of a forward pass exceeds the original context, the rotary frequencies
-    of all rows change. Sampling and training would then differ.
-    """
-    positions = config.max_position_embeddings
-    rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings", positions)
-    if rope.get("rope_type") == "longrope" and original < positions:
-        name = f"the {original} tokens beyond which longrope changes the model's rotary frequencies"
-        return original, name
-    return positions, f"the model's context length of {positions}"
 
 
 def later_turn_tokens(config: VlmConfig) -> int:

@@ -17,11 +17,14 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.report.score_table import ScoreTable
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
+from flow_grpo.rewards.draw_settings import draw_settings
+from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.training.builder import build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output
 from flow_grpo.training.session import find_outage
+from flow_grpo.training.weight_sources import locate_weights
 from flow_grpo.untrusted_files import flatten_fields
 from flow_grpo.vlm.builders import (
     build_engine,
@@ -81,7 +84,7 @@ RESULT_SETTINGS = (
     "environment",
     "environment_options",
 )
-DRAW_RESOURCES = ("batch_size", "device", "offload")  # change rounding at most
+DRAW_RESOURCES = ("batch_size", "device", "offload")  # they affect at most the rounding
 RESULT_SAMPLE_SETTINGS = ("max_new_tokens", "engine", "max_turns", "max_observation_tokens")
 
 
@@ -130,6 +133,11 @@ def evaluate_responses(
     check_media(config, questions, accelerator)
     config = choose_engine(config, questions, accelerator, temperature=sampling.temperature)
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(config, candidates, sets))
+    # located before the rewards load their weights: a later checkpoint is rejected, not mixed in
+    settings = raise_on_all_ranks(
+        accelerator,
+        lambda: evaluation_settings(config, candidates, sets, sampling, correctness, weights),
+    )
     with ExitStack() as cleanup:
         [reward] = raise_on_all_ranks(
             accelerator, lambda: build_rewards(config, accelerator, weights)
@@ -138,7 +146,6 @@ def evaluate_responses(
         raise_on_all_ranks(
             accelerator, lambda: check_reward(reward, sets, config.sample.max_new_tokens)
         )
-        settings = evaluation_settings(config, candidates, sets, sampling, correctness, weights)
         raise_on_all_ranks(
             accelerator, lambda: accelerator.is_main_process and _open(out, settings, cleanup)
         )
@@ -367,7 +374,8 @@ def evaluation_settings(
     settings = {name: saved[name] for name in RESULT_SETTINGS}
     settings["lora_path"] = config.train.lora_path
     settings |= {name: saved["sample"][name] for name in RESULT_SAMPLE_SETTINGS}
-    if config.draw.model:
+    drawn = [name for name in drawn_names(weights) if not config.reward_servers.get(name)]
+    if drawn:
         settings["draw"] = {k: v for k, v in saved["draw"].items() if k not in DRAW_RESOURCES}
     return {
         "model": config.pretrained.model,
@@ -383,16 +391,23 @@ def evaluation_settings(
             }
             for each in sets
         },
-        "checkpoints": {each.name: _describe_weights(each) for each in candidates},
+        "checkpoints": {each.name: _describe_weights(each.weights) for each in candidates},
+        "draw_loras": {name: _describe_weights(_locate_lora(config, name)) for name in drawn},
         "settings": dict(flatten_fields(settings)),
     }
 
 
-def _describe_weights(candidate: Candidate) -> dict[str, Any]:
+def _locate_lora(config: VlmConfig, reward: str) -> Path | None:
+    """Return the weights that a reward drawn:NAME loads into the diffusion model, or None."""
+    lora = draw_settings(reward, config.draw, config.reward_options.get(reward, {})).lora
+    return locate_weights(lora, "draw.lora") if lora else None
+
+
+def _describe_weights(weights: Path | None) -> dict[str, Any]:
     """Return path, sizes and modification times of the weights, which identify them."""
-    if candidate.weights is None:
+    if weights is None:
         return {"weights": ""}
-    path = candidate.weights.resolve()
+    path = weights.resolve()
     files = [path]
     if path.is_dir():  # a .json file may have the scale of a LoRA
         files = sorted(each for each in path.iterdir() if each.suffix in (".safetensors", ".json"))

@@ -334,7 +334,7 @@ def _check_rewards(settings: VlmConfig) -> None:
             "has no effect without a reward drawn:NAME in this process",
             field="draw.model",
             value=settings.draw.model,
-            hint="unset it, because the reward server draws"
+            hint="unset it, because the reward server generates the images"
             if drawn_names(names)
             else "add one to reward_fn, such as drawn:ocr, or unset it",
         )

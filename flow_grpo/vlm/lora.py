@@ -87,11 +87,15 @@ def select_lora_layers(family: Family, text: str, freeze_vision: bool) -> list[s
         text: The setting, not empty.
         freeze_vision: Whether the vision tower is excluded.
     """
-    tower = set() if family.tower is None else set(family.tower.modules())
+    tower, unused = (
+        set() if part is None else set(part.modules()) for part in (family.tower, family.unused)
+    )
 
     def exclude(name: str, layer: nn.Module) -> str:
         if layer is family.model.get_output_embeddings():
             return "the LM head is not called as a layer"
+        if layer in unused:
+            return "the model's forward pass skips them"
         return "train.freeze_vision=True" if freeze_vision and layer in tower else ""
 
     return select_target_modules(family.model, text, exclude)

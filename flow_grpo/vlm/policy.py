@@ -100,8 +100,7 @@ class VlmPolicy(BasePolicy):
         frozen, self._frozen_reference = None, None
         if not use_lora:
             frozen = copy.deepcopy(model).requires_grad_(False) if with_reference else None
-            if family.tower is not None:
-                family.tower.requires_grad_(not freeze_vision)
+            family.set_tower_trainable(trainable=not freeze_vision)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         upcast_parameters(trained.values(), weight_dtype)
         if frozen is not None:
@@ -115,6 +114,8 @@ class VlmPolicy(BasePolicy):
         if critic_model is not None:
             models.append(critic_model)
             self.network.value = build_critic(critic_model, settings, freeze_vision=freeze_vision)
+        if processors:
+            self._ban_tokens(family.marker_ids(processors[0]))
         self.network.to(model.device)
         self._activation_checkpointing = gradient_checkpointing
         for each in models if gradient_checkpointing else ():
@@ -126,6 +127,12 @@ class VlmPolicy(BasePolicy):
         self._initial_lora = (
             Reference(self.sampled_parameters()) if use_lora and with_reference else None
         )
+
+    def _ban_tokens(self, tokens: list[int]) -> None:
+        """Never sample these tokens, besides those of the family."""
+        for network in (self.network, self._frozen_reference):
+            if network is not None:
+                network.banned_token_ids = sorted({*network.banned_token_ids, *tokens})
 
     def split_columns(self, shards: SequenceShards) -> None:
         """Divide columns among the processes of a group in training; call before `prepare`.

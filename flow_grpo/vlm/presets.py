@@ -169,7 +169,7 @@ PRESETS: dict[str, FieldValues] = {
         "sample": {"questions_per_epoch": 16, "group_size": 8, "max_new_tokens": 40},
         "train": {"learning_rate": 1e-3},
     },
-    # A small language model learns to call a tool: Python for products, ...
+    # A small language model learns to call a Python tool for products.
     "tiny_python": {
         PARENT_KEY: "tiny_text",
         "pretrained": {"model": "assets/tiny-tools"},
@@ -182,7 +182,7 @@ PRESETS: dict[str, FieldValues] = {
         "sample": {"max_new_tokens": 40, "max_turns": 2, "max_observation_tokens": 130},
         "train": {"learning_rate": 4e-4},
     },
-    # ... or a search for the colours of invented places.
+    # The same model learns to call a search tool for the colours of invented places.
     "tiny_search": {
         PARENT_KEY: "tiny_python",
         "dataset": "dataset/places",

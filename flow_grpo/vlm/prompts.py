@@ -91,6 +91,7 @@ class PromptEncoder:
         self._video_pixels = video_pixels
         self._response_prefix = ""  # start of the response, written by the template
         self._literal = LiteralText(tokenizer, reject=special_tokens == REJECT)
+        self.family.marker_ids(tokenizer)  # raises an error if one is missing
 
     def encode(self, question: Question) -> EncodedPrompt:
         """Return the prompt of a question with its preprocessed images and videos."""
@@ -163,9 +164,9 @@ class PromptEncoder:
         for turn in question.history:
             shown = turn.text.count(IMAGE_PLACEHOLDER)
             left -= shown
-            text = self._literal.escape_special_tokens(turn.text, where)
+            text = self._escape(turn.text, where, placeholders=True)
             before.append({"role": turn.role, "content": self._build_content(text, where, shown)})
-        text = self._literal.escape_special_tokens(question.text, where)
+        text = self._escape(question.text, where, placeholders=True)
         before.append({"role": "user", "content": self._build_content(text, where, left)})
         for response in responses:
             text = self._escape(response, where)
@@ -231,9 +232,9 @@ class PromptEncoder:
             response: Tokens (T,) of the response before it.
             where: What to call it in error messages.
             limit: Maximum number of tokens.
-            shown: Number of images before it in the conversation.
+            shown: Number of images that precede it in the conversation.
         """
-        text = self._literal.escape_special_tokens(text, where)
+        text = self._escape(text, where, placeholders=True)
         messages = [
             {"role": "user", "content": self._build_content("?", where)},
             {"role": "assistant", "content": self._build_content(RESPONSE_PLACEHOLDER, where)},
@@ -320,7 +321,7 @@ class PromptEncoder:
         video_counts: Sequence[int] = (),
         shown: int = 0,
     ) -> list[int]:
-        """Replace each placeholder by the tokens of its image or video.
+        """Replace each placeholder with the tokens of its image or video.
 
         The tokens of a video are image tokens as well.
 
@@ -329,7 +330,7 @@ class PromptEncoder:
             layouts: Number of tokens of each slice of each image.
             where: What to call the chat in error messages.
             video_counts: Number of tokens of each placeholder of a video.
-            shown: Number of images before these in the conversation.
+            shown: Number of images that precede these in the conversation.
         """
         family, encode = self.family, self._literal.encode
         images = [
@@ -378,9 +379,17 @@ class PromptEncoder:
             text = text.removeprefix(self._response_prefix).lstrip("\n")
         return torch.tensor([*self._literal.encode(self._escape(text, where)), stop])
 
-    def _escape(self, text: str, where: str) -> str:
-        """Escape all special tokens of a text without images or videos."""
-        return self._literal.escape_special_tokens(text, where, keep_placeholders=False)
+    def _escape(self, text: str, where: str, *, placeholders: bool = False) -> str:
+        """Escape all special tokens of a text.
+
+        Args:
+            text: The text.
+            where: What to call it in error messages.
+            placeholders: Whether `<image>` and `<video>` stand for images and videos; those of a
+                text-only model are text.
+        """
+        keep = placeholders and self.image_processor is not None
+        return self._literal.escape_special_tokens(text, where, keep_placeholders=keep)
 
     def stop_token(self, stop: Sequence[int]) -> int:
         """Return the token of `stop` that the template writes after a response, or the first."""
@@ -395,8 +404,8 @@ class PromptEncoder:
     def _user_contents(self, question: Question) -> list[Any]:
         """Return the contents of the turns of a question, the last of which has its text."""
         where = question.where
-        texts = [self._literal.escape_special_tokens(turn.text, where) for turn in question.history]
-        last = self._literal.escape_special_tokens(question.text, where)
+        texts = [self._escape(turn.text, where, placeholders=True) for turn in question.history]
+        last = self._escape(question.text, where, placeholders=True)
         texts.append(self._format.replace(QUESTION_PLACEHOLDER, last))
         counts = [(text.count(IMAGE_PLACEHOLDER), text.count(VIDEO_PLACEHOLDER)) for text in texts]
         if not question.history:

@@ -134,7 +134,6 @@ def build_critic(
     """
     critic = SeparateCritic(PolicyModel(model, **settings))
     critic.requires_grad_(True)
-    if (tower := critic.network.family.tower) is not None:
-        tower.requires_grad_(not freeze_vision)
+    critic.network.family.set_tower_trainable(trainable=not freeze_vision)
     upcast_parameters(p for p in critic.parameters() if p.requires_grad)
     return critic

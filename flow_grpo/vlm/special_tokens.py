@@ -50,8 +50,8 @@ class LiteralText:
         Args:
             text: The text.
             where: What to call it in error messages.
-            keep_placeholders: Whether `<image>` and `<video>` stand for images and videos; some
-                models have special tokens of the same name.
+            keep_placeholders: Leave `<image>` and `<video>` unescaped, because they stand for
+                images and videos; some models have special tokens with these names.
 
         Raises:
             UserError: For reserved characters, and with `reject` for a special token.

@@ -71,6 +71,16 @@ def test_a_text_that_is_too_long_has_no_score_and_the_others_do(tmp_path):
         RewardModel(model=reward.model, max_length=9999)
 
 
+def test_a_longrope_model_is_limited_to_its_original_context(tmp_path):
+    """A longer text would change the scores of its batch."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = str(small_reward_model.save(tmp_path, rope_parameters=rope))
+    assert RewardModel(model=folder).max_length == 64
+    with raises_user_error("max_length=65", "64"):
+        RewardModel(model=folder, max_length=65)
+
+
 def test_a_model_without_a_score_is_rejected(tmp_path):
     folder = str(small_vlm.save(tmp_path / "vlm"))
     with raises_user_error(f"model={folder!r}", "qwen3_vl"):

@@ -17,6 +17,7 @@ from two_players import (
     COMBINATIONS,
     OcrOfRequest,
     check_same_settings,
+    drawing_settings,
     generate,
     is_finished,
     parse_args,
@@ -26,6 +27,7 @@ from user_errors import raises_user_error
 
 from flow_grpo.training.checkpoint import find_weights
 from flow_grpo.untrusted_files import read_json
+from flow_grpo.vlm.presets import get_config
 
 MODEL = ROOT / "assets/tiny-enhancer"
 CONFIGS = """
@@ -48,6 +50,18 @@ def get_config(name):
     config.draw.num_steps = 2
     config.sample.questions_per_epoch = 2
     config.sample.group_size = 4
+    return config
+"""
+
+INVALID = """
+from flow_grpo.vlm.presets import get_config as preset
+
+
+def get_config(name):
+    config = preset("tiny_enhancer")
+    config.use_lora = name == "lora"
+    if name == "text":
+        config.reward_fn = {"prompt_length": 1.0}
     return config
 """
 
@@ -135,6 +149,8 @@ def test_each_round_continues_with_both_models_of_the_one_before(tmp_path, monke
         for name in ("frozen", "trained")
     ]
     assert [each["settings"]["draw.lora"] for each in evaluations] == ["", loras[1]]
+    recorded = [each["draw_loras"]["drawn:jpeg_incompressibility"] for each in evaluations]
+    assert [each["weights"] for each in recorded] == ["", loras[1]]
     for each in evaluations:
         assert [own["weights"] for own in each["checkpoints"].values()] == ["", models[1]]
         assert each["datasets"] == evaluations[0]["datasets"]
@@ -154,10 +170,28 @@ def test_invalid_arguments_and_changed_settings_are_rejected(tmp_path, monkeypat
         main("--rounds=0")
     with raises_user_error("--data", "train.jsonl"):
         main("--data=dataset/ocr")
+    configs = tmp_path / "invalid.py"
+    configs.write_text(INVALID)
+    with raises_user_error("--enhancer-config", "use_lora"):
+        main(f"--enhancer-config={configs}:lora")
+    with raises_user_error("--enhancer-config", "drawn:NAME"):
+        main(f"--enhancer-config={configs}:text")
+    (tmp_path / "logs/seed1-round1-enhancer").mkdir(parents=True)
+    with raises_user_error("--logdir", "settings.json"):
+        main()
+    (tmp_path / "logs/seed1-round1-enhancer").rmdir()
     main("--rounds=1", "--diffusion-epochs=3")
     main("--rounds=3", "--seeds=5")
     with raises_user_error("--diffusion-epochs", "3"):
         main("--diffusion-epochs=4")
+
+
+def test_pictures_have_the_settings_of_the_reward_that_draws():
+    config = get_config("tiny_enhancer").to_dict()
+    config["eval_reward_fn"] = {"prompt_length": 1.0, "drawn:ocr": 1.0}
+    config["reward_options"] = {"drawn:ocr": {"num_steps": 3}}
+    drawn = drawing_settings(config, lora="weights")
+    assert (drawn.num_steps, drawn.width, drawn.lora) == (3, 96, "weights")
 
 
 def test_an_interrupted_run_is_not_finished(tmp_path):

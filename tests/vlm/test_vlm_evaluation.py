@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 import small_vlm
+import torch
 import vlm_runs
 from safetensors.torch import load_file, save_file
 from user_errors import raises_user_error
 
 from flow_grpo.errors import RewardOutage
 from flow_grpo.report.score_table import ScoreTable
-from flow_grpo.vlm.checkpoint_evaluation import evaluate_responses
+from flow_grpo.vlm.checkpoint_evaluation import evaluate_responses, evaluation_settings
+from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.presets import get_config
+from flow_grpo.vlm.response_generation import Sampling
+from flow_grpo.vlm.response_log import open_evaluation
+from flow_grpo.vlm.response_metrics import Correctness
 
 FIELDS = {"eval_freq": 1, "num_epochs": 1, "eval_questions": 3, "train.learning_rate": 1e-2}
 
@@ -124,6 +130,36 @@ def test_an_interrupted_evaluation_continues(run, sampled, tmp_path):
     with raises_user_error("seed", field="--out", value=str(out)):
         evaluate(run, out, "base", "RUN", **options, changed={"seed": 1})
     assert log.read_text().splitlines() == logged
+
+
+def test_images_of_an_evaluation_have_one_model_and_its_settings(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+
+    def save_lora(step: int) -> None:
+        lora = run / f"checkpoints/checkpoint-{step}/lora"
+        lora.mkdir(parents=True)
+        save_file({"weight": torch.zeros(1)}, lora / "adapter_model.safetensors")
+
+    def open_with(own: dict, **draw) -> None:
+        config = get_config("tiny_enhancer")
+        config.draw.model = ""  # the reward names it
+        config.draw.update(draw)
+        model = {"model": "assets/tiny-sd3", "lora": str(run), **own}
+        config.reward_options = {"drawn:ocr": model}
+        checked, weights = check_config(config), {"drawn:ocr": 1.0}
+        correct = Correctness.parse("", weights)
+        open_evaluation(out, evaluation_settings(checked, [], [], Sampling(), correct, weights))
+
+    save_lora(1)
+    open_with({})
+    open_with({}, batch_size=5)
+    with raises_user_error("draw.num_steps=8", field="--out"):
+        open_with({}, num_steps=9)
+    with raises_user_error("num_steps", field="--out"):
+        open_with({"num_steps": 9})
+    save_lora(2)
+    with raises_user_error("draw_loras.drawn:ocr.weights", field="--out"):
+        open_with({})
 
 
 def test_failed_scores_are_computed_again(run, tmp_path):

@@ -52,7 +52,9 @@ from flow_grpo.vlm.packing import (
     left_pad_prompts,
     pack_responses,
 )
+from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
+from flow_grpo.vlm.reward_models.session import max_conversation_tokens
 from flow_grpo.vlm.rollout import Sample
 from flow_grpo.vlm.session import VlmSession
 
@@ -277,8 +279,8 @@ def test_images_are_resized_to_the_pixel_limits(runs, tmp_path):
         assert encoder.prompt_length(question) == len(prompt)
 
 
-def test_minicpmv_4_6_is_trained(tmp_path):
-    """It has other positions than 4.7, and published weights may include those of MTP."""
+def test_minicpmv_4_6_is_trained(tmp_path, caplog):
+    """Its positions differ from those of 4.7, and published weights may include MTP weights."""
     start = small_vlm.save(tmp_path / "model", "minicpmv4_6")
     path = start / "model.safetensors"
     weights = {**load_file(path), "mtp.fc.weight": torch.zeros(2, 2)}
@@ -286,7 +288,9 @@ def test_minicpmv_4_6_is_trained(tmp_path):
     data = small_vlm.write_data(tmp_path / "data")
     fields = {"pretrained.model": str(start), "dataset": str(data), "logdir": str(tmp_path)}
     fields |= {"num_epochs": 1, "train.freeze_vision": False, "train.recompute_old": True}
+    caplog.set_level("INFO", "flow_grpo")
     session = vlm_runs.run(**fields, **{"train.learning_rate": 1e-2})
+    assert caplog.text.count("1 of its tensors") == 1
     line = vlm_runs.read_metrics(session)[-1]
     assert line["train/first_update_ratio_dev"] == 0
     assert line["train/grad_norm"] > 0
@@ -329,6 +333,22 @@ def test_slices_of_minicpmv_are_those_of_its_processor(sizes, settings):
     # the marker of a thumbnail is text in a response
     written = encoder.encode_response("a<image><slice>", "row 1", small_vlm.EOS).tolist()
     assert not {small_vlm.START, small_vlm.SLICE_START}.intersection(written)
+
+
+@pytest.mark.parametrize("family", MINICPMV)
+def test_markers_of_minicpmv_are_tokens_that_are_never_sampled(family):
+    model, tokenizer = small_vlm.build(family), small_vlm.build_tokenizer(family)
+    policy = VlmPolicy(model, processors=[tokenizer], use_lora=False, with_reference=True)
+    markers = ["<image>", "</image>", *small_vlm.MINICPMV_MARKERS, "<|image_pad|>", "<|video_pad|>"]
+    banned = tokenizer.convert_tokens_to_ids(markers)
+    for network in (policy.network, policy._frozen_reference):
+        assert network.banned_token_ids == sorted(banned)
+    others = small_vlm.build_tokenizer("qwen3_vl")
+    with raises_user_error("must encode <image> as ", field="tokenizer of "):
+        PromptEncoder(others, small_vlm.build_image_processor(family), model)
+    model.config.slice_end_id = small_vlm.SLICE_START
+    with raises_user_error("must encode </slice> as the token", "slice_end_id"):
+        small_vlm.encoder(model)
 
 
 def minicpmv_text(processor: MiniCPMV4_6ImageProcessorPil, inputs: BatchFeature, count: int) -> str:
@@ -421,6 +441,11 @@ def test_longrope_models_are_limited_to_their_original_context():
     assert max_prompt_tokens(vlm_runs.make_config(**fields), model) == 4
     with raises_user_error("the 64 tokens", field="max_prompt_length", value=5):
         max_prompt_tokens(vlm_runs.make_config(**fields, max_prompt_length=5), model)
+    # a reward model has no response to sample
+    assert max_conversation_tokens(vlm_runs.make_config(), model) == 64
+    assert max_conversation_tokens(vlm_runs.make_config(max_prompt_length=9), model) == 9
+    with raises_user_error("the 64 tokens", field="max_prompt_length", value=65):
+        max_conversation_tokens(vlm_runs.make_config(max_prompt_length=65), model)
 
 
 def test_images_are_rejected_for_a_text_only_model(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from user_errors import raises_user_error
 
 from flow_grpo.training.lora_targets import FIELD
-from flow_grpo.vlm.lora import attach_lora
+from flow_grpo.vlm.lora import attach_lora, select_lora_layers
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.packing import Response, pack_responses
 from flow_grpo.vlm.policy import VlmPolicy
@@ -46,6 +46,22 @@ def test_all_linear_layers_are_trained_saved_and_loaded(family, tmp_path):
     weights = dict(loaded.named_parameters())
     for name, parameter in policy.trained_parameters().items():
         assert torch.equal(weights[name.removeprefix("model.")], parameter), name
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_lora": False}, {}, {"target_modules": "all-linear"}], ids=str
+)
+def test_layers_that_minicpmv_skips_are_not_trained(settings, tmp_path):
+    model = small_vlm.build("minicpmv4_7")
+    model.config.downsample_mode = "4x"
+    policy = VlmPolicy(model, processors=[], freeze_vision=False, **settings)
+    assert any("vision_tower.encoder" in name for name in policy.trained_parameters())
+    prompt = small_vlm.encoder(model).encode(small_vlm.questions(tmp_path)[1])
+    batch = pack_responses([Response(0, prompt, torch.tensor([20, 21]))], small_vlm.PAD)
+    policy.forward_tokens(batch)["log_probs"].sum().backward()
+    assert all(parameter.grad is not None for parameter in policy.parameters())  # DDP waits
+    with raises_user_error("forward pass skips them", field=FIELD):
+        select_lora_layers(get_family(model), "vit_merger.linear_1", freeze_vision=False)
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:

@@ -9,8 +9,10 @@ import pytest
 import small_vlm
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
 from user_errors import raises_user_error
 
+from flow_grpo.data.chats import Turn
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
@@ -18,7 +20,7 @@ from flow_grpo.vlm.decoding import sample_tokens
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import Response, concat_vision_inputs, micro_batches, pack_responses
 from flow_grpo.vlm.policy import VlmPolicy
-from flow_grpo.vlm.prompts import EncodedPrompt
+from flow_grpo.vlm.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.vlm.sampling import SampledTokens, Sampler
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -421,6 +423,31 @@ def test_special_tokens_in_text_are_escaped(network):
     ]
     assert text in shown(observations[0])[0]
     assert shown(observations[0])[1] == shown(observations[1])[1]
+
+
+def test_a_placeholder_that_is_a_special_token_is_text_where_no_image_can_be():
+    """`<image>` is the marker of a thumbnail in MiniCPM-V's tokenizer."""
+    encoder = small_vlm.encoder(small_vlm.build("minicpmv4_7"))
+    image = small_vlm.encode_image(small_vlm.random_image(0, 16, 16))
+    question = Question("Which <image>?", (image,), "", {}, "row 1", "See <image>.")
+    [conversation] = encoder.encode_conversations(question, ["It is <image>."])
+    text = encoder.tokenizer.decode(conversation.ids)
+    assert "See <image>.<|im_end|>" in text
+    assert "It is <image>.<|im_end|>" in text
+    assert conversation.ids.tolist().count(small_vlm.START) == 1
+    config = Qwen3Config(**{**small_vlm.TEXT, "vocab_size": len(encoder.tokenizer)})
+    text_only = PromptEncoder(encoder.tokenizer, None, AutoModelForCausalLM.from_config(config))
+    chat = Question(
+        "And <image>?", history=(Turn("user", "<image>?"), Turn("assistant", "<image>"))
+    )
+    stop = torch.tensor([small_vlm.EOS])
+    for ids in (
+        text_only.token_ids(chat),
+        *(each.ids.tolist() for each in text_only.encode_conversations(chat, ["<image>"])),
+        text_only.encode_observation("a<image>", [], stop, "row 1", 99).ids.tolist(),
+    ):
+        assert "<image>" in encoder.tokenizer.decode(ids)
+        assert small_vlm.START not in ids
 
 
 def test_special_tokens_in_text_are_rejected_on_request(network):

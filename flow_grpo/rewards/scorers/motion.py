@@ -113,7 +113,7 @@ class TemporalFlicker(Scorer):
 def _measure(
     videos: Videos, least: int, measure: Callable[[list[Image.Image]], float]
 ) -> list[float]:
-    """Measure each video; those of fewer than `least` frames have no score."""
+    """Measure each video; those with fewer than `least` frames get a `TooFewFrames` instead."""
     return [
         measure(video) if len(video) >= least else TooFewFrames(len(video), least)
         for video in videos

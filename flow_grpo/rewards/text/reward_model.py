@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from flow_grpo.config.custom import import_object
+from flow_grpo.context_length import context_length
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.frozen_model import FrozenModel
@@ -200,10 +201,7 @@ class TextClassifier:
         self.network = load_network(known[type(config)], source, dtype=dtype, kind=KIND)
         self.config = self.network.config
         text_config = self.config.get_text_config()
-        limits = (
-            self.tokenizer.model_max_length,
-            getattr(text_config, "max_position_embeddings", 0),
-        )
+        limits = (self.tokenizer.model_max_length, context_length(text_config)[0])
         self.limit = min(limit for limit in limits if limit > 0)
         self._pad_token_id = text_config.pad_token_id
 

@@ -115,7 +115,7 @@ class GuardedScorer:
             raise UserError(f"fails in a test call: {reason}", field=reward, hint=hint) from error
         scores = [] if error is not None else running.result().values
         if wrong := [each for each in scores if isinstance(each, ScoreTooLarge | TooFewFrames)]:
-            hint = "" if isinstance(wrong[0], ScoreTooLarge) else "set frames, or remove the reward"
+            hint = "" if isinstance(wrong[0], ScoreTooLarge) else "raise frames, or drop the reward"
             raise UserError(f"fails in a test call: {wrong[0].reason}", field=reward, hint=hint)
 
     def _score(

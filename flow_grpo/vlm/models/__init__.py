@@ -3,6 +3,7 @@
 Families are imported on first use.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from flow_grpo.weight_checks import (
     quiet_transformers,
 )
 
+logger = logging.getLogger("flow_grpo")
+
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
     {
@@ -48,7 +51,7 @@ FAMILIES: Registry[type[Family]] = Registry(
     },
 )
 MODEL_KIND = "a language model"
-# Weights that predict several tokens at once, which models of transformers do not have.
+# Prefix of the weights for multi-token prediction (MTP), which models in transformers lack.
 TOKEN_PREDICTION = "mtp."
 
 
@@ -144,7 +147,15 @@ def load_model(
     check_loading_report(field, source, report, f"a {type(model).__name__}")
     with explain_load_errors(field, source, MODEL_KIND):
         folder = Path(cached_file(source, "config.json", revision=revision)).parent
-        check_stored_weights(folder, "model*.safetensors")
+        stored = check_stored_weights(folder, "model*.safetensors")
+    if ignored := sum(name.startswith(TOKEN_PREDICTION) for name in stored):
+        logger.info(
+            "%s: %d of its tensors (%s*, multi-token prediction) are not loaded, and exports "
+            "lack them",
+            source,
+            ignored,
+            TOKEN_PREDICTION,
+        )
     check_finite(f"{field}={source!r}", model.state_dict().items())
     rotary = ((n, b) for n, b in model.named_buffers() if n.endswith("inv_freq"))
     check_finite(f"{field}={source!r}", rotary)  # computed from the config

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
 from flow_grpo.data.videos import FrameSelection
 
@@ -55,8 +55,10 @@ class Family:
     vllm_scratch_buffers: ClassVar[str] = ""
 
     tower: nn.Module | None = None  # the vision tower
+    # part of the tower that the forward pass skips; never trained, because DDP waits for gradients
+    unused: nn.Module | None = None
     # Placeholder of an image. The chat template writes it once per image; in the prompt it is
-    # repeated once per image token, see `image_ids`.
+    # repeated once per image token (see `image_ids`).
     image_token: int | None = None
     video_token: int | None = None  # the same for videos; None if they are not supported
     banned_token_ids: Sequence[int] = ()  # tokens that are never sampled
@@ -81,6 +83,21 @@ class Family:
         if with_tower and self.vision_lora_layers:
             return f"({self.layers}|{self.vision_lora_layers})"
         return self.layers
+
+    def set_tower_trainable(self, *, trainable: bool) -> None:
+        """Train or freeze the vision tower, without its unused part."""
+        if self.tower is not None:
+            self.tower.requires_grad_(trainable)
+        if self.unused is not None:
+            self.unused.requires_grad_(False)
+
+    def marker_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the tokens of `image_ids` that the config does not name; they are never sampled.
+
+        Raises:
+            UserError: If the tokenizer does not have them.
+        """
+        return []
 
     def compute_positions(self, ids: Tensor, images: Sequence[VisionInputs]) -> Tensor:
         """Return the position ids (axes, P) of a prompt's tokens (P,).
@@ -127,7 +144,7 @@ class Family:
         return 0
 
     def predict_layout(self, processor: Any, height: int, width: int) -> ImageLayout:
-        """Return what `image_layout` will return, computed from the size of the image only.
+        """Return what `image_layout` will return, computed only from the size of the image.
 
         Raises:
             ValueError: If the processor does not support the size.
@@ -142,7 +159,7 @@ class Family:
         Args:
             processor: The image processor.
             layout: Number of tokens of each slice.
-            number: Number of images before it in the prompt.
+            number: Number of images that precede it in the prompt.
             encode: Returns the token ids of a text.
         """
         return [self.image_token] * sum(map(sum, layout))

@@ -1,11 +1,11 @@
-"""MiniCPM-V 4.6 and 4.7, which cut an image into slices that alternate with text in the prompt.
+"""MiniCPM-V 4.6 and 4.7, which cut an image into slices separated by text in the prompt.
 
-An image is a thumbnail, followed by rows of slices if it has more pixels than a slice:
+The prompt contains a thumbnail, followed by rows of slices if the image is larger than a slice:
 
     <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
     <slice>...</slice><slice>...</slice>
 
-The number in `<image_id>` is that of the image in the conversation. The language model is that of
+`<image_id>` contains the index of the image in the conversation. The language model is that of
 Qwen3.5.
 """
 
@@ -16,25 +16,37 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+)
 
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.models.base import ImageLayout, VisionInputs
 from flow_grpo.vlm.models.qwen3_5 import Qwen35Decoder
 
 PIXELS, SIZES, GRID = "pixel_values", "target_sizes", "grid"
+MARKERS = {  # by the name of their id in the config
+    "image_start_id": "<image>",
+    "image_end_id": "</image>",
+    "slice_start_id": "<slice>",
+    "slice_end_id": "</slice>",
+    "image_id_start_id": "<image_id>",
+    "image_id_end_id": "</image_id>",
+}
 VISION_TOKEN_FIELDS = (  # the markers are in the config of 4.7 only
-    *("image_token_id", "video_token_id", "image_start_id", "image_end_id"),
-    *("slice_start_id", "slice_end_id"),
+    *("image_token_id", "video_token_id"),
+    *MARKERS,
 )
 
 
 class MiniCPMV(Qwen35Decoder):
     """MiniCPM-V 4.6, with one-dimensional positions.
 
-    An image has `pixel_values` (patches, 3, height, width), `target_sizes` (slices, 2), the number
-    of patches in height and width of the thumbnail and of each slice, and `grid` (1, 2), the rows
-    and columns of slices; 0 without slices.
+    The inputs of an image are `pixel_values` (patches, 3, height, width); `target_sizes`
+    (slices, 2), the height and width of the thumbnail and of each slice in patches; and `grid`
+    (1, 2), the numbers of rows and columns of slices, which are 0 without slices.
     """
 
     names = {"minicpmv4_6": "MiniCPM-V 4.6"}  # noqa: RUF012
@@ -55,13 +67,15 @@ class MiniCPMV(Qwen35Decoder):
         tokens = (getattr(config, name, None) for name in VISION_TOKEN_FIELDS)
         self.banned_token_ids = [token for token in tokens if token is not None]
         self.mode = config.downsample_mode
-        self.side = 2 if self.mode == "4x" else 4  # a token merges a square of patches
+        self.side = 4  # a token merges a square of patches
+        if self.mode == "4x":
+            self.side, self.unused = 2, model.model.vision_tower.vit_merger
 
     @classmethod
     def load_vision_processor(
         cls, source: str, revision: str, *, min_pixels: int, max_pixels: int
     ) -> Any:
-        """Load the image processor; `max_pixels` is rounded to whole slices without thumbnail."""
+        """Load the image processor; `max_pixels` is rounded down to whole slices."""
         if min_pixels:
             raise UserError(
                 f"has no effect on MiniCPM-V (pretrained.model={source!r}), which enlarges small "
@@ -75,8 +89,27 @@ class MiniCPMV(Qwen35Decoder):
             processor.max_slice_nums = max(1, max_pixels // processor.scale_resolution**2)
         return processor
 
+    def lora_targets(self, with_tower: bool) -> str:
+        targets = super().lora_targets(with_tower)
+        return targets if self.unused is None else rf"(?!.*\.vit_merger\.){targets}"
+
     def compute_positions(self, ids: Tensor, images: Sequence[VisionInputs]) -> Tensor:
         return torch.arange(len(ids)).expand(self.axes, -1)
+
+    def marker_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        found = []
+        for field, marker in MARKERS.items():
+            ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
+            expected = getattr(self.model.config, field, None)
+            if tokenizer.convert_ids_to_tokens(ids) != [marker] or expected not in (None, *ids):
+                token = "a token" if expected is None else f"the token {expected} ({field})"
+                raise UserError(
+                    f"must encode {marker} as {token}, not as {ids}",
+                    field=f"tokenizer of {tokenizer.name_or_path}",
+                    hint="use the model's own tokenizer",
+                )
+            found += ids
+        return found
 
     def predict_layout(self, processor: Any, height: int, width: int) -> ImageLayout:
         size, slice_side, patch = (height, width), processor.scale_resolution, processor.patch_size

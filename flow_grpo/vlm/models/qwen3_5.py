@@ -12,7 +12,7 @@ from flow_grpo.vlm.packing import PADDING_SEGMENT, ModelInputs
 
 
 class Qwen35Decoder(Family):
-    """Families with the language model of Qwen3.5.
+    """Base class of the families that use the language model of Qwen3.5.
 
     Each response is trained in its own row: in a shared row, the recurrent state would carry one
     response into the next.

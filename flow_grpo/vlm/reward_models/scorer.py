@@ -7,6 +7,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from flow_grpo.context_length import context_length
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explain_load_errors, load_network
@@ -52,7 +53,7 @@ class VisionClassifier:
             raise UserError("has no chat template", field="model", value=source)
         self.config, self.network = model.config, PolicyModel(model.eval())
         self._encoder = PromptEncoder(tokenizer, processor, model)
-        positions = config.get_text_config().max_position_embeddings
+        positions, _ = context_length(config.get_text_config())
         self.limit = min(positions, tokenizer.model_max_length)
         # of the last question: all responses of a group have the same image objects
         self._images: list[Image.Image] = []

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.context_length import context_length
 from flow_grpo.data.mixing import held_out_share, parse_sources
 from flow_grpo.data.responses import GivenResponse
 from flow_grpo.errors import UserError
@@ -81,7 +82,7 @@ def build_session(
         encoder, model = load_encoder_and_model(
             config, rows, load or load_policy_model, run.accelerator
         )
-        limit = config.max_prompt_length or model.config.get_text_config().max_position_embeddings
+        limit = max_conversation_tokens(config, model)
         data = raise_on_all_ranks(
             run.accelerator, lambda: check_lengths(config, data, encoder, limit)
         )
@@ -108,6 +109,23 @@ def reject_videos(rows: list[GivenResponse]) -> None:
                 field=row.where,
                 hint="remove the row, or give some frames as images",
             )
+
+
+def max_conversation_tokens(config: VlmConfig, model: nn.Module) -> int:
+    """Return the maximum number of tokens of a prompt with its response.
+
+    Raises:
+        UserError: If `max_prompt_length` exceeds the model's context.
+    """
+    positions, context = context_length(model.config.get_text_config())
+    if config.max_prompt_length > positions:
+        raise UserError(
+            f"exceeds {context}",
+            field="max_prompt_length",
+            value=config.max_prompt_length,
+            hint="lower it",
+        )
+    return config.max_prompt_length or positions
 
 
 def check_lengths(
