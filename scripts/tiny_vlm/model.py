@@ -7,7 +7,10 @@ from tiny.saving import check_fits_fp16
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -136,13 +139,16 @@ def build_processor() -> PaddleOCRVLProcessor:
     return PaddleOCRVLProcessor(images, build_tokenizer(), chat_template=CHAT_TEMPLATE)
 
 
-def save_fp16(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
+def save_fp16(
+    model: PreTrainedModel, processor: PreTrainedTokenizerBase | ProcessorMixin, folder: Path
+) -> None:
     """Save model and processor with float16 weights that load as float32 by default."""
     check_fits_fp16(model)
     model.half().save_pretrained(folder)
-    build_processor().save_pretrained(folder)
+    processor.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    for section in (config, config["text_config"], config["vision_config"]):
+    parts = [config[name] for name in ("text_config", "vision_config") if name in config]
+    for section in (config, *parts):
         section["dtype"] = "float32"
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from make_sign_requests import REQUESTS, make_rows
 from PIL import Image
-from pretrain_tiny_enhancer import IGNORED, REWRITES, build_tokenizer, make_batch
+from pretrain_tiny_enhancer import REWRITES, build_tokenizer, make_batch
 from runner import ROOT, environment, run_script
 from tiny.words import split_words
+from tiny_vlm.imitation import IGNORED
 from two_players import (
     COMBINATIONS,
     OcrOfRequest,
