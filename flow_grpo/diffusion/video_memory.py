@@ -79,7 +79,7 @@ def check_audio_divides(
         f"does not divide the {tokens} audio tokens of {frames} frames",
         field="sample.context_parallel",
         value=context,
-        hint=f"the nearest frames are {' and '.join(map(str, near))}" if near else "",
+        hint=f"it divides those of {' and '.join(map(str, near))} frames" if near else "",
     )
 
 
