@@ -59,8 +59,8 @@ def _with_contiguous_gradient(dispatch: Callable[..., Tensor]) -> Callable[..., 
 def _ulysses_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key and value, which may differ in length.
 
-    That of diffusers 0.42.1 requires as many keys as queries, which cross-attention between two
-    modalities has not.
+    The function of diffusers 0.42.1 requires as many keys as queries, which cross-attention between
+    two modalities does not have.
     """
     config = ctx._parallel_config.context_parallel_config
     size, group = config.ulysses_degree, config._ulysses_mesh.get_group()
@@ -87,8 +87,9 @@ def enable_ulysses(
 ) -> None:
     """Split the tokens of a diffusers transformer over the "ulysses" dimension of a mesh.
 
-    Attention in the modules named `whole_keys` has queries of own tokens, but keys of all tokens on
-    each process: those of the prompt. It needs no exchange. `plan` replaces the transformer's own.
+    Attention in the modules named `whole_keys` has queries of the own tokens, but all keys on each
+    process: those of the prompt. It needs no exchange, which would repeat them N times, with the
+    same result. `plan` replaces the transformer's own.
 
     On a machine without an accelerator, diffusers would divide by the number of devices, 0. Its
     warning that the method is experimental is not for the user.

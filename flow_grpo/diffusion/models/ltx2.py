@@ -73,7 +73,7 @@ class LTX2Adapter(ModelAdapter):
     supports_cuda_graphs = False  # its forward pass returns two tensors, graphs support one
     fps = 24.0  # the pipeline's default
     context_parallel = context_parallel_sources = True
-    # The plan of diffusers 0.42.1 does not split the sound, and splits rotations by their heads.
+    # The plan of diffusers 0.42.1 splits neither the sound nor rotations (B, H, T, D / 2).
     context_plan = MappingProxyType(
         {
             "": {
