@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 SOCKET = "FLOW_GRPO_WARM_SOCKET"
 # interpreter with which a forked script starts other scripts; see `interpreter`
@@ -267,7 +268,7 @@ elif __name__ == "__main__":
     import diffusers.guiders  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
     import peft  # noqa: F401
-    import torch._dynamo
+    import torch._dynamo.backends.debugging
     import torch.utils.flop_counter  # noqa: F401
     import transformers.optimization  # noqa: F401
     from diffusers import (  # noqa: F401
@@ -292,6 +293,12 @@ elif __name__ == "__main__":
     import flow_grpo.diffusion.session
     import flow_grpo.vlm.dry_run
     import flow_grpo.vlm.session  # noqa: F401
+
+    # imports pyarrow, whose allocator must start no thread
+    with mock.patch.dict(
+        os.environ, DS_ACCELERATOR="cpu", JE_ARROW_MALLOC_CONF="background_thread:false"
+    ):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
     Image.init()
     get_checkpoint_conversion_mapping("")  # compiles a thousand patterns
