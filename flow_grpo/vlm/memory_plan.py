@@ -46,16 +46,16 @@ class Decoder(NamedTuple):
         """Bytes of the keys and values of a token."""
         return HALF * 2 * self.layers * self.key_values
 
-    def layer_bytes(self, *, flex: bool) -> int:
-        """Return the bytes that a layer stores per token for its backward pass.
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that a layer stores per token for its backward pass.
 
         These are the inputs of two norms and seven linear layers, queries, keys, values and output
-        of attention, and the gate, its activation and the other half of the MLP. With a dense mask,
-        keys and values are repeated for all heads.
+        of attention, and the gate, its activation and the other half of the MLP. Keys and values
+        are repeated for all heads.
         """
-        keys = self.key_values if flex else self.attention
         inputs = 7 * self.width + self.attention + self.inner
-        return HALF * (inputs + 2 * self.attention + 2 * keys + 3 * self.inner)
+        return HALF * (inputs + 4 * self.attention + 3 * self.inner)
 
 
 DECODERS = {
@@ -140,7 +140,7 @@ def _activations(config: VlmConfig, decoder: Decoder) -> dict[str, float]:
     found = _kept(config, decoder, HALF if is_half else FLOAT)
     if train.gradient_checkpointing:
         tokens = _count_tokens(config)
-        found["activations of one layer"] = tokens * decoder.layer_bytes(flex=config.flex_attention)
+        found["activations of one layer"] = tokens * decoder.layer_bytes
     return {**found, "logits": float(LOGIT_BYTES * CHUNK_LOGITS)}
 
 
@@ -154,7 +154,7 @@ def _kept(config: VlmConfig, decoder: Decoder, size: int) -> dict[str, float]:
     """
     tokens = _count_tokens(config)
     if not config.train.gradient_checkpointing:
-        layer = tokens * decoder.layer_bytes(flex=config.flex_attention)
+        layer = tokens * decoder.layer_bytes
         return {f"activations of {tokens:,} tokens": decoder.layers * layer}
     return {
         f"inputs of all layers for {tokens:,} tokens": tokens

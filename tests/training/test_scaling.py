@@ -325,7 +325,7 @@ def test_70b_qlora_fits_80_gb_gpus():
             assert total_gib(own, "training") > size * 65
     split = replace(config, train=replace(config.train, sequence_parallel=4))
     saved = total_gib(config, "training") - total_gib(split, "training")
-    layer = DECODERS["llama-3-70b"].layer_bytes(flex=False)
+    layer = DECODERS["llama-3-70b"].layer_bytes
     assert saved == pytest.approx(6144 * (80 * 8192 * 2 + layer) / 2**30)
 
 
