@@ -58,9 +58,8 @@ CHECKPOINTING = "--gradient_checkpointing"
 ROWS_3B = (
     ("TRL GRPOTrainer", TRL, True, False),
     ("8 responses per micro-batch (`--budget 5000`)", f"{VLM}3b --budget 5000", True, True),
-    ("the same with `--flex`", f"{VLM}3b --budget 5000 --flex", False, False),
     (
-        "compiled, with `--flex`",
+        "the same, compiled, with `--flex`",
         f"{VLM}3b --budget 5000 --compile --flex --profile",
         True,
         True,
@@ -78,7 +77,12 @@ ROWS_7B = (
         True,
         True,
     ),
-    ("LoRA on NF4 (QLoRA)", f"{VLM}7b --base_precision nf4 --budget 5000", True, True),
+    (
+        "LoRA on NF4 (QLoRA), compiled, with `--flex`",
+        f"{VLM}7b --base_precision nf4 --budget 5000 --compile --flex",
+        True,
+        True,
+    ),
 )
 # Simulated epochs: numbers of GPUs, columns, and sizes of the test sets of ocr_full, geometry3k
 SIMULATED = (1, 8, 16, 32, 64, 128, 256, 512)

@@ -107,10 +107,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         items = service.served_rewards.items()
         states = [{"name": name, "ready": served.ready} for name, served in items]
         clips = [name for name, served in items if served.scorer.frames == WHOLE_VIDEO]
+        shortest = {n: each.scorer.min_frames for n, each in items if each.scorer.min_frames > 1}
         readers = [name for name, served in items if served.scorer.reads_images]
         content = {
             "rewards": states,
             "clips": clips,
+            "min_frames": shortest,
             "reads_images": readers,
             "limits": vars(service.limits),
         }

@@ -48,7 +48,7 @@ class ScorerException:
         return ScoringError(self.reason, code)
 
 
-WorkerReply = BatchScores | ScorerException | tuple[str, str, bool]
+WorkerReply = BatchScores | ScorerException | tuple[str, int, str, bool]
 
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
@@ -67,7 +67,7 @@ def build_scorer(name: str, **settings: Any) -> Scorer:
 def build_worker(name: str, **settings: Any) -> Callable[[Batch | None], WorkerReply]:
     """Build the scorer in the child process and return the function that handles batches.
 
-    The function returns (frames, kind, reads_images) of the scorer for None.
+    The function returns (frames, min_frames, kind, reads_images) of the scorer for None.
 
     Raises:
         UserError: If the scorer cannot be built.
@@ -82,7 +82,7 @@ def build_worker(name: str, **settings: Any) -> Callable[[Batch | None], WorkerR
     def handle(batch: Batch | None) -> WorkerReply:
         """Score a batch, or return properties for None; exceptions are returned."""
         if batch is None:
-            return scorer.frames, scorer.kind, scorer.reads_images
+            return scorer.frames, scorer.min_frames, scorer.kind, scorer.reads_images
         try:
             return score(scorer, *batch)
         except Exception as error:
@@ -114,7 +114,7 @@ class IsolatedScorer(PooledScorer):
             [properties] = self.pool.map([None])
             if isinstance(properties, Failed):
                 raise UserError(f"reward {name!r} cannot be built: {properties.reason}")
-            self.frames, self.kind, self.reads_images = properties
+            self.frames, self.min_frames, self.kind, self.reads_images = properties
         except BaseException:
             self.close()
             raise

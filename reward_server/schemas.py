@@ -149,6 +149,9 @@ class LimitValues(BaseModel):
 class RewardList(BaseModel):
     rewards: list[RewardState]
     clips: list[str] = Field(description="rewards that score whole videos, not single frames")
+    min_frames: dict[str, int] = Field(
+        description="fewest frames of a video, for rewards that do not score images"
+    )
     reads_images: list[str] = Field(description="rewards of responses that need `sources`")
     limits: LimitValues
 

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,10 @@ from compare_utils import format_range, make_directories, run_comparison, write_
 
 from flow_grpo.atomic_io import write_text_atomic
 from flow_grpo.config.error_reporting import ScriptParser
+from flow_grpo.config.saved_config import load_run_config
+from flow_grpo.data.questions import Question, load_split
 from flow_grpo.errors import UserError
+from flow_grpo.hub_access import DEFAULT_REVISION
 from flow_grpo.report.console import markdown_table
 from flow_grpo.report.grid import comparison_grid, format_score
 from flow_grpo.report.run_reader import read_metrics
@@ -32,6 +36,9 @@ from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 from flow_grpo.rewards.text.response_format import extract_prompt
 from flow_grpo.untrusted_files import read_json
+from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.fields import VLM_SPEC, VlmConfig
+from flow_grpo.vlm.questions import question_layout
 
 SCRIPTS = Path(__file__).resolve().parent
 TARGET = "target"  # column with the prompt that images of a rewritten prompt are scored against
@@ -116,7 +123,7 @@ def train_round(
         args.diffusion_config,
         Path(f"{folder}-diffusion"),
         args.diffusion_epochs,
-        dataset=rewrite(enhancer, args.data, folder / "prompts"),
+        dataset=rewrite(Path(f"{folder}-enhancer"), enhancer, args.data, folder / "prompts"),
         seed=seed,
         custom_rewards={"request": f"{Path(__file__).resolve()}:OcrOfRequest"},
         reward_fn={"request": 1.0},
@@ -126,16 +133,24 @@ def train_round(
     return Players(enhancer, lora)
 
 
-def rewrite(model: Path, data: Path, out: Path) -> Path:
-    """Rewrite the requests of a dataset greedily and write them as a dataset of prompts."""
+def rewrite(run: Path, weights: Path, data: Path, out: Path) -> Path:
+    """Rewrite the requests of a dataset greedily and write them as a dataset of prompts.
+
+    Args:
+        run: Directory of the enhancer's run, whose settings apply.
+        weights: Weights of the enhancer.
+        data: Dataset of requests.
+        out: Dataset to write, unless it is complete.
+    """
     if not (out / f"{SPLITS[-1]}.jsonl").exists():
         out.mkdir(parents=True, exist_ok=True)
+        config = trained_config(run, weights)
         for split in SPLITS:
-            rows = read_rows(data / f"{split}.jsonl")
-            prompts = generate(model, [row["question"] for row in rows])
+            questions = load_requests(config, data, split)
+            prompts = generate(config, questions)
             written = [
-                {"prompt": prompt, TARGET: row["prompt"]}
-                for prompt, row in zip(prompts, rows, strict=True)
+                {"prompt": prompt, TARGET: question.metadata["prompt"]}
+                for prompt, question in zip(prompts, questions, strict=True)
                 if prompt
             ]
             text = "".join(json.dumps(row) + "\n" for row in written)
@@ -143,28 +158,60 @@ def rewrite(model: Path, data: Path, out: Path) -> Path:
     return out
 
 
+def trained_config(run: Path, weights: Path) -> VlmConfig:
+    """Return the settings of an enhancer's run, with its trained weights as the model."""
+    config = check_config(load_run_config(run, VLM_SPEC))
+    pretrained = replace(config.pretrained, model=str(weights), revision=DEFAULT_REVISION)
+    return replace(config, pretrained=pretrained)
+
+
+def load_requests(config: VlmConfig, data: Path, split: str) -> list[Question]:
+    """Load the requests of a split as the enhancer's training does.
+
+    Raises:
+        UserError: If a row has images, or no prompt to score the images against.
+    """
+    questions = load_split(data, split, question_layout(config))
+    for question in questions:
+        if question.shown:
+            raise UserError("has images, which are not passed on here", field=question.where)
+        if not isinstance(question.metadata.get("prompt"), str):
+            raise UserError('has no text in the column "prompt"', field=question.where)
+    return questions
+
+
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def generate(model: Path, requests: list[str], batch_size: int = 64) -> list[str]:
-    """Return the greedy rewrites of requests; a rewrite may be empty."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def generate(config: VlmConfig, requests: list[Question], batch_size: int = 64) -> list[str]:
+    """Return the greedy rewrites of requests; a rewrite may be empty.
 
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
-    network = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
-    network.to("cuda" if torch.cuda.is_available() else "cpu")
+    The chats are built as in training, with its system prompt, question format and template.
+    """
+    import torch
+
+    from flow_grpo.training.builder import DTYPES
+    from flow_grpo.vlm.builders import build_encoder, load_checked_processors
+    from flow_grpo.vlm.models import load_model
+
+    processors = load_checked_processors(config, requests)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = load_model(config.pretrained.model, device, DTYPES[config.mixed_precision])
+    encoder = build_encoder(config, processors, network)
     prompts = []
     for start in range(0, len(requests), batch_size):
-        chats = [[{"role": "user", "content": each}] for each in requests[start:][:batch_size]]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
-        inputs = {k: v.to(network.device) for k, v in inputs.items() if k != "token_type_ids"}
+        chats = [encoder.encode(each).ids.tolist() for each in requests[start:][:batch_size]]
+        inputs = encoder.tokenizer.pad(
+            {"input_ids": chats}, padding_side="left", return_tensors="pt"
+        ).to(device)
         with torch.inference_mode():
-            tokens = network.generate(**inputs, do_sample=False)
+            tokens = network.generate(
+                **inputs, do_sample=False, max_new_tokens=config.sample.max_new_tokens
+            )
         responses = tokens[:, inputs["input_ids"].shape[1] :]
-        prompts += map(extract_prompt, tokenizer.batch_decode(responses, skip_special_tokens=True))
+        texts = encoder.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        prompts += map(extract_prompt, texts)
     return prompts
 
 
@@ -275,25 +322,26 @@ def parse_args() -> argparse.Namespace:
         if not (args.data / f"{split}.jsonl").is_file():
             rule = f"has no file {split}.jsonl"
             raise UserError(rule, field="--data", value=str(args.data))
-    check_enhancer(args.enhancer_config)
+    check_enhancer(args.enhancer_config, args.data)
     args.logdir = args.logdir.resolve()
     return args
 
 
-def check_enhancer(path: str) -> None:
-    """Reject an enhancer that draws nothing, or whose LoRA the next round could not continue."""
+def check_enhancer(path: str, data: Path) -> None:
+    """Reject an enhancer that this script cannot train, and requests that it cannot rewrite."""
     from flow_grpo.diffusion.config_loading import load_config_file  # slow import
-    from flow_grpo.vlm.fields import VLM_SPEC
 
-    config = load_config_file(path, [], VLM_SPEC).to_dict()
-    if config["use_lora"]:
+    config = load_config_file(path, [], VLM_SPEC)
+    if config.use_lora:
         raise UserError(
             "trains a LoRA (use_lora=True), but this script needs complete weights",
             field="--enhancer-config",
             value=path,
             hint="set use_lora=False in the config file",
         )
-    drawing_settings(config, lora="")
+    drawing_settings(config.to_dict(), lora="")
+    for split in SPLITS:
+        load_requests(check_config(config), data, split)
 
 
 def check_same_settings(args: argparse.Namespace) -> None:

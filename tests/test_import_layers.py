@@ -88,3 +88,34 @@ def test_auto_classes_never_prompt_for_remote_code():
                 r"Auto[A-Z]\w+\.from_pretrained\(", call := ast.unparse(node)
             ):
                 assert "trust_remote_code=" in call, f"{path}: {call}"
+
+
+def test_files_for_a_gpu_import_existing_names():
+    """CI does not run tests/gpu."""
+    folders = [ROOT, ROOT / "scripts", ROOT / "tests/support", ROOT / "tests/gpu"]
+    checked = 0
+    for path in sorted((ROOT / "tests/gpu").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            parts = Path(*node.module.split("."))
+            files = [f / name for f in folders for name in (f"{parts}.py", parts / "__init__.py")]
+            own = next((file for file in files if file.exists()), None)
+            for alias in node.names if own else ():
+                checked += 1
+                assert alias.name in names_in(own), f"{path.name}: {node.module}.{alias.name}"
+    assert checked > 50
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names that a module defines or imports, and those of its submodules."""
+    names = {each.stem for each in path.parent.iterdir()} if path.stem == "__init__" else set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.alias():
+                names.add((node.asname or node.name).split(".")[-1])
+    return names

@@ -7,6 +7,7 @@ columns. A column that looks like a model input but is not used is rejected:
 flow_grpo/data/columns.py.
 """
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.chats import (
@@ -68,6 +69,7 @@ QUESTION_SUFFIXES = (".jsonl", ".json", ".parquet")
 CHAT_COLUMN = "message"
 QUESTION_COLUMNS = (CHAT_COLUMN, "question", "problem", "prompt")  # in order of precedence
 VIDEO_COLUMNS = ("videos", "video")
+logger = logging.getLogger("flow_grpo")
 MAX_QUESTION = 500_000  # characters; about 128k tokens
 LIKE_QUESTION = ("is named like a question", "use it with --config.input_key={name}")
 LIKE_QUESTION_PART = ("is named like a part of the question", "write it into the question")
@@ -107,6 +109,9 @@ class Question:
         """Key that questions with the same text, images and videos share."""
         turns = (*(turn.text for turn in self.history), self.text)
         return row_identity("\n".join(turns), self.shown)
+
+
+AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,14 @@ def load_questions(
         train, test = split_held_out(train, seed, str(source), "questions")
     warn_duplicates(train, test, str(source), "questions")
     return train, test
+
+
+def first_rows(rows: list[AnyQuestion], limit: int, source: str) -> list[AnyQuestion]:
+    """Return the first `limit` rows (`max_samples`) of a training set, or all if it is 0."""
+    if not limit:
+        return rows
+    logger.info("%-21s %d of %d rows (max_samples)", source, min(limit, len(rows)), len(rows))
+    return rows[:limit]
 
 
 def check_media_columns(questions: Iterable[Question], layout: QuestionLayout) -> None:

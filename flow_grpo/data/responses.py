@@ -40,6 +40,7 @@ from flow_grpo.data.questions import (
     MAX_QUESTION,
     Question,
     QuestionLayout,
+    first_rows,
     load_split,
     resolve_media,
 )
@@ -182,13 +183,13 @@ class ResponseLayout(QuestionLayout):
         return response
 
 
-def load_responses(source: str, layout: ResponseLayout) -> list[GivenResponse]:
-    """Load the training rows of a dataset, converted to what `layout.kind` needs.
+def load_responses(source: str, layout: ResponseLayout, max_rows: int = 0) -> list[GivenResponse]:
+    """Load the training rows of a dataset, or the first `max_rows`, for `layout.kind`.
 
     Pairs become a liked and a disliked response for ratings. Demonstrations are the preferred and
     the liked responses; how many others there were is logged.
     """
-    rows = load_split(source, "train", layout)
+    rows = first_rows(load_split(source, "train", layout), max_rows, source)
     if layout.all_turns:
         rows = [each for row in rows for each in split_turns(row)]
     kept = [each for row in rows for each in _convert(row, layout.kind)]

@@ -226,12 +226,14 @@ class WeightedReward:
         """Call each local scorer with two copies of `sample` and the first prompt it applies to.
 
         Two samples expose a scorer that returns one number per batch. Scorers that retry by
-        themselves, such as those of servers, are not called. Errors as in
-        `GuardedScorer.smoke_test`.
+        themselves, such as those of servers, are not called; only the number of frames is checked.
+        Errors as in `GuardedScorer.smoke_test`.
         """
         rows = self.applicable_rows(prompts, metadata)
         for name, guarded in self._guarded_scorers.items():
             scorer = guarded.scorer  # servers and people may be slow
+            if rows[name]:
+                guarded.check_length(sample)
             if rows[name] and not scorer.handles_retries and not scorer.interactive:
                 row = rows[name][0]
                 columns = metadata[row]

@@ -14,8 +14,8 @@ from flow_grpo.training.candidates import Candidate
 from flow_grpo.vlm.builders import build_encoder, load_checked_processors, max_prompt_tokens
 from flow_grpo.vlm.evaluation_questions import EvaluationSet
 from flow_grpo.vlm.fields import VlmConfig
-from flow_grpo.vlm.lora import attach_lora
-from flow_grpo.vlm.models import build_meta_model
+from flow_grpo.vlm.lora import attach_lora, check_lora_is_used
+from flow_grpo.vlm.models import build_meta_model, get_family
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.response_generation import Sampling
 from flow_grpo.weight_checks import check_stored_weights
@@ -77,6 +77,7 @@ def check_candidates(
             if lora := own.train.lora_path:
                 field = "--checkpoint" if candidate.kind == "lora" else "train.lora_path"
                 attach_lora(model, lora, field)
+                check_lora_is_used(get_family(model), lora, field)
         limit = max_prompt_tokens(own, model)
         sets = _check_prompts(
             build_encoder(own, processors, model), sets, limit, drop=own.filter_overlong_prompts

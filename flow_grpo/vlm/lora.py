@@ -87,18 +87,41 @@ def select_lora_layers(family: Family, text: str, freeze_vision: bool) -> list[s
         text: The setting, not empty.
         freeze_vision: Whether the vision tower is excluded.
     """
-    tower, unused = (
-        set() if part is None else set(part.modules()) for part in (family.tower, family.unused)
-    )
+    tower, unused = _modules(family.tower), unused_layers(family)
 
     def exclude(name: str, layer: nn.Module) -> str:
-        if layer is family.model.get_output_embeddings():
-            return "the LM head is not called as a layer"
         if layer in unused:
-            return "the model's forward pass skips them"
+            return unused[layer]
         return "train.freeze_vision=True" if freeze_vision and layer in tower else ""
 
     return select_target_modules(family.model, text, exclude)
+
+
+def unused_layers(family: Family) -> dict[nn.Module, str]:
+    """Return the layers whose LoRA would have no effect and no gradient, with the reason."""
+    skipped = dict.fromkeys(_modules(family.unused), "the model's forward pass skips them")
+    return {**skipped, family.model.get_output_embeddings(): "the LM head is not called as a layer"}
+
+
+def _modules(part: nn.Module | None) -> set[nn.Module]:
+    return set() if part is None else set(part.modules())
+
+
+def check_lora_is_used(family: Family, path: str, field: str = "train.lora_path") -> None:
+    """Reject the LoRA of `attach_lora` if some of its layers have no effect.
+
+    Raises:
+        UserError: If it has such a layer.
+    """
+    unused = unused_layers(family)
+    for name, layer in family.model.named_modules():
+        if isinstance(layer, lora.LoraLayer) and layer in unused:
+            raise UserError(
+                f"has LoRA on {name}, which cannot be trained: {unused[layer]}",
+                field=field,
+                value=path,
+                hint="merge it with flow-grpo export and set pretrained.model to the result",
+            )
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

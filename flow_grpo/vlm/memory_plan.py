@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flow_grpo.config.fields import ADAMW_BF16
 from flow_grpo.training.measurements import PARAMETERS, shape_of
-from flow_grpo.vlm.fields import VLLM, VlmConfig
+from flow_grpo.vlm.fields import SEPARATE, VLLM, VlmConfig
 
 HALF, FLOAT = 2, 4  # bytes
 STATE_BYTES = {True: 8, False: 16}  # of a trained parameter; True for train.optimizer=adamw_bf16
@@ -46,16 +46,16 @@ class Decoder(NamedTuple):
         """Bytes of the keys and values of a token."""
         return HALF * 2 * self.layers * self.key_values
 
-    def layer_bytes(self, *, flex: bool) -> int:
-        """Return the bytes that a layer stores per token for its backward pass.
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that a layer stores per token for its backward pass.
 
         These are the inputs of two norms and seven linear layers, queries, keys, values and output
-        of attention, and the gate, its activation and the other half of the MLP. With a dense mask,
-        keys and values are repeated for all heads.
+        of attention, and the gate, its activation and the other half of the MLP. Keys and values
+        are repeated for all heads.
         """
-        keys = self.key_values if flex else self.attention
         inputs = 7 * self.width + self.attention + self.inner
-        return HALF * (inputs + 2 * self.attention + 2 * keys + 3 * self.inner)
+        return HALF * (inputs + 4 * self.attention + 3 * self.inner)
 
 
 DECODERS = {
@@ -78,7 +78,9 @@ def plan_memory(config: VlmConfig, gpus: int, *, sharded: bool) -> dict[str, dic
     """
     shape, train = shape_of(config.pretrained.model), config.train
     decoder, known = DECODERS.get(shape), PARAMETERS.get(shape)
-    if decoder is None or known is None or train.lora_target_modules or train.lora_path:
+    critic_shape = shape_of(train.critic_model or config.pretrained.model)
+    unknown = not (DECODERS.keys() & PARAMETERS.keys()) >= {shape, critic_shape}
+    if unknown or train.lora_target_modules or train.lora_path:
         return {}
     shards = gpus if sharded else 1
     tower = known.all - decoder.linear - decoder.embeddings
@@ -99,25 +101,72 @@ def plan_memory(config: VlmConfig, gpus: int, *, sharded: bool) -> dict[str, dic
     if gpus > 1 and not sharded:
         trained = known.lora_per_rank * train.lora_rank if config.use_lora else known.all - frozen
         state["gradient buckets of DDP"] = trained * state_bytes / 4
-    training = {**state, **_activations(config, decoder)}
-    sampling = dict(state)
+    training, sampling = _activations(config, decoder), {}
     if config.sample.engine != VLLM:
-        sampling |= _sampling(config, decoder, known.all, sharded=sharded)
+        sampling = _sampling(config, decoder, known.all, sharded=sharded)
+    if train.critic == SEPARATE:
+        critic = DECODERS[critic_shape]
+        trained, frozen = critic_parameters(critic, PARAMETERS[critic_shape].all)
+        if not train.freeze_vision:
+            trained, frozen = trained + frozen, 0
+        weights = STATE_BYTES[False] * trained + HALF * frozen
+        state["critic's weights, gradients and moments"] = weights / shards
+        if gpus > 1 and not sharded:
+            state["critic's gradient buckets of DDP"] = FLOAT * trained
+        training |= {f"critic's {k}": v for k, v in _kept(config, critic, FLOAT).items()}
+        if sharded and sampling:
+            sampling["critic's gathered weights"] = HALF * (trained + frozen)
+    training, sampling = {**state, **training}, {**state, **sampling}
     plans = {"training": training, "sampling": sampling}
     return {name: {k: v / GIB for k, v in terms.items()} for name, terms in plans.items()}
+
+
+def critic_parameters(decoder: Decoder, parameters: int) -> tuple[int, int]:
+    """Return the numbers of parameters of a separate critic, without and in the vision tower.
+
+    Args:
+        decoder: Language model that the critic starts from.
+        parameters: Number of parameters of that model, with its vision tower.
+    """
+    tower = parameters - decoder.linear - decoder.embeddings
+    value_head = decoder.width + 1  # instead of the LM head; tied weights remain as embeddings
+    return decoder.linear + decoder.vocabulary * decoder.width + value_head, tower
 
 
 def _activations(config: VlmConfig, decoder: Decoder) -> dict[str, float]:
     """Return the bytes of activations and logits of a micro-batch."""
     train = config.train
-    tokens = math.ceil(train.tokens_per_batch / train.sequence_parallel)
-    layer = tokens * decoder.layer_bytes(flex=config.flex_attention)
-    size, logits = f"{tokens:,} tokens", {"logits": float(LOGIT_BYTES * CHUNK_LOGITS)}
-    if not train.gradient_checkpointing:
-        return {f"activations of {size}": decoder.layers * layer, **logits}
     is_half = config.use_lora or train.optimizer == ADAMW_BF16
-    kept = tokens * decoder.layers * decoder.width * (HALF if is_half else FLOAT)
-    return {f"inputs of all layers for {size}": kept, "activations of one layer": layer, **logits}
+    found = _kept(config, decoder, HALF if is_half else FLOAT)
+    if train.gradient_checkpointing:
+        tokens = _count_tokens(config)
+        found["activations of one layer"] = tokens * decoder.layer_bytes
+    return {**found, "logits": float(LOGIT_BYTES * CHUNK_LOGITS)}
+
+
+def _kept(config: VlmConfig, decoder: Decoder, size: int) -> dict[str, float]:
+    """Return the bytes of the activations that all layers keep for the backward pass.
+
+    Args:
+        config: Settings of the run.
+        decoder: Language model.
+        size: Bytes of a number between two layers.
+    """
+    tokens = _count_tokens(config)
+    if not config.train.gradient_checkpointing:
+        layer = tokens * decoder.layer_bytes
+        return {f"activations of {tokens:,} tokens": decoder.layers * layer}
+    return {
+        f"inputs of all layers for {tokens:,} tokens": tokens
+        * decoder.layers
+        * decoder.width
+        * size
+    }
+
+
+def _count_tokens(config: VlmConfig) -> int:
+    """Return the number of tokens of a micro-batch that a process computes."""
+    return math.ceil(config.train.tokens_per_batch / config.train.sequence_parallel)
 
 
 def _sampling(

@@ -25,7 +25,7 @@ from flow_grpo.training.snapshot import Reference
 from flow_grpo.vlm.attention import PACKED_ATTENTION
 from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.expert_layout import published_layout
-from flow_grpo.vlm.lora import attach_lora, select_lora_layers
+from flow_grpo.vlm.lora import attach_lora, check_lora_is_used, select_lora_layers
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch
@@ -168,6 +168,7 @@ class VlmPolicy(BasePolicy):
 
     def _load_lora(self, path: str) -> None:
         attach_lora(self.model, path)
+        check_lora_is_used(get_family(self.model), path)
 
     @property
     def has_separate_critic(self) -> bool:

@@ -21,6 +21,7 @@ from flow_grpo.data.questions import (
     QuestionLayout,
     check_media_columns,
     find_split,
+    first_rows,
     load_questions,
     load_split,
 )
@@ -140,11 +141,10 @@ def build_questions(
     else:
         hold_out = not config.eval_dataset
         pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
-    if config.max_samples:
-        for source, (train, _) in zip(sources, pairs, strict=True):
-            used = min(config.max_samples, len(train))
-            logger.info("%-21s %d of %d rows (max_samples)", source.path, used, len(train))
-        pairs = [(train[: config.max_samples], test) for train, test in pairs]
+        pairs = [
+            (first_rows(train, config.max_samples, source.path), test)
+            for source, (train, test) in zip(sources, pairs, strict=True)
+        ]
     trained = [question for train, _ in pairs for question in train]
     check_media_columns(trained, layout)
     if len(sources) > 1:
@@ -170,7 +170,7 @@ def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], li
         kind=GIVEN_LOSSES[config.train.loss],
         all_turns=config.response_turns == "all",
     )
-    train = load_responses(source, given)
+    train = load_responses(source, given, config.max_samples)
     return train, [] if config.eval_dataset else _load_test_split(source, layout)
 
 

@@ -70,19 +70,18 @@ def check_vllm_platform(device: torch.device) -> None:
 def check_vllm_support(source: str, revision: str, tensor_parallel: int = 1) -> None:
     """Raise a UserError for a model that vLLM cannot sample for.
 
-    That is the case if vLLM would preprocess its images differently, cannot load its experts, or
-    cannot shard its attention heads over `tensor_parallel` ranks.
+    That is the case if its family is excluded (`Family.vllm`), or if vLLM cannot load its experts
+    or shard its attention heads over `tensor_parallel` ranks.
     """
     source = local_model(source, revision)
     family = find_family(source, revision)
     if not family.vllm:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         raise UserError(
-            f"is incompatible with {family.names[config.model_type]} "
-            f"(pretrained.model={source!r}), whose images vLLM treats differently",
+            f"does not support {family.names[config.model_type]} (pretrained.model={source!r})",
             field="sample.engine",
             value="vllm",
-            hint="use sample.engine='transformers'",
+            hint="use sample.engine='transformers' (docs/vlm/generation.md has the reason)",
         )
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if any("expert" in name for name in config.get_text_config().to_dict()):

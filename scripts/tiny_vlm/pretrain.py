@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     tables = TokenTables(device)
     log = train(args, model, tables)
     training_seconds = time.monotonic() - start
-    save_fp16(model, args.out)
+    save_fp16(model, build_processor(), args.out)
     args.out.joinpath("training.json").write_text(json.dumps(log) + "\n")
 
     # Evaluate the saved model, so that the results include rounding to half precision.

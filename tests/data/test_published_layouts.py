@@ -76,6 +76,16 @@ def test_easyr1s_files_with_an_image_directory(tmp_path):
     assert found[0].images == (tmp_path / "figures/1.png",)
 
 
+def test_max_samples_counts_rows_of_the_file(tmp_path):
+    """Not their turns or responses, as `--max_samples` of LMM-R1."""
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
+    data = write(tmp_path / "data/train.jsonl", {"messages": turns}, {"messages": turns})
+    write(tmp_path / "data/test.jsonl", {"question": "Q", "answer": "A"})
+    fields = {"response_turns": "all", "train": {"loss": "sft"}, "max_samples": 1}
+    found = vlm_questions(data, **fields)
+    assert [len(each.history) for each in found] == [0, 2]
+
+
 def test_lmm_r1s_files(tmp_path):
     """A chat as JSON text with a system prompt loads (`--input_key message --label_key answer`)."""
     system = {"role": "system", "content": "Solve the problem step by step."}

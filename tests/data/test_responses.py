@@ -16,10 +16,10 @@ def reply(text):
     return {"role": "assistant", "content": text}
 
 
-def load(folder, *rows, kind="demonstrations", **settings):
+def load(folder, *rows, kind="demonstrations", max_rows=0, **settings):
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return load_responses(str(path), ResponseLayout(kind=kind, **settings))
+    return load_responses(str(path), ResponseLayout(kind=kind, **settings), max_rows)
 
 
 TURNS = [user("What is 1+2?"), reply("3")]
@@ -98,6 +98,7 @@ def test_every_assistant_turn_can_be_a_response(tmp_path):
     assert [len(each.history) for each in found] == [0, 2, 4, 0]
     assert [len(each.images) for each in found] == [1, 2, 2, 0]
     assert {each.system for each in found[:3]} == {"Be brief."}
+    assert load(tmp_path, row, TURN_ROW, all_turns=True, max_rows=1) == found[:3]
     assert [each.response for each in load(tmp_path, row)] == ["c"]
     for bad in ([user("A?"), reply("a"), reply("b")], [user("A?"), reply(""), *turns[2:]]):
         with raises_user_error("data.jsonl:1"):

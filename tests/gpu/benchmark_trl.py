@@ -25,7 +25,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 from trl import GRPOConfig, GRPOTrainer
-from untrained.vlm import MARKS, SHAPES, build
+from untrained.vlm import SHAPES, TOKEN_IDS, build
 
 from flow_grpo.vlm.models.qwen_vl import QwenVL
 
@@ -33,10 +33,10 @@ SPECIAL = {
     "<|endoftext|>": 151643,
     "<|im_start|>": 151644,
     "<|im_end|>": 151645,
-    "<|vision_start|>": MARKS["vision_start_token_id"],
-    "<|vision_end|>": MARKS["vision_end_token_id"],
-    "<|image_pad|>": MARKS["image_token_id"],
-    "<|video_pad|>": MARKS["video_token_id"],
+    "<|vision_start|>": TOKEN_IDS["vision_start_token_id"],
+    "<|vision_end|>": TOKEN_IDS["vision_end_token_id"],
+    "<|image_pad|>": TOKEN_IDS["image_token_id"],
+    "<|video_pad|>": TOKEN_IDS["video_token_id"],
 }
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
@@ -77,9 +77,13 @@ def build_data(questions: int, words: int, side: int) -> Dataset:
 
 
 class TimedTrainer(GRPOTrainer):
-    """Trainer that records the seconds of each generation and of each training step."""
+    """Trainer that records the seconds of each generation and of each training step.
 
-    def __init__(self, *args, **settings) -> None:
+    With `lengths`, the minimum and maximum, the responses are random tokens instead.
+    """
+
+    def __init__(self, *args, lengths: list[int] | None, **settings) -> None:
+        self.lengths = lengths
         self.spent: dict[str, list[float]] = {"sample": [], "step": []}
         self.peak: dict[str, float] = {}
         super().__init__(*args, **settings)
@@ -94,8 +98,14 @@ class TimedTrainer(GRPOTrainer):
         self.peak[name] = torch.cuda.max_memory_allocated() / 2**30
         return result
 
-    def _generate_single_turn(self, *args, **settings):
-        return self._measure("sample", super()._generate_single_turn, *args, **settings)
+    def _generate_single_turn(self, prompt_ids, *args, **settings):
+        if not self.lengths:
+            generate = super()._generate_single_turn
+            return self._measure("sample", generate, prompt_ids, *args, **settings)
+        shortest, longest = self.lengths
+        drawn = torch.Generator().manual_seed(0)
+        lengths = torch.randint(shortest, longest + 1, (len(prompt_ids),), generator=drawn)
+        return [torch.randint(10, 1000, (n,)).tolist() for n in lengths.tolist()], None
 
     def training_step(self, *args, **settings):
         before = len(self.spent["sample"])
@@ -113,6 +123,12 @@ def main() -> None:
     parser.add_argument("--text_tokens", type=int, default=128)
     parser.add_argument("--side", type=int, default=448)
     parser.add_argument("--new_tokens", type=int, default=512)
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs=2,
+        help="train on random tokens, with these minimum and maximum lengths, without generating",
+    )
     parser.add_argument("--micro_batch", type=int, default=8, help="responses per backward pass")
     parser.add_argument(
         "--epochs", type=int, default=2, help="number of epochs; the last one is measured"
@@ -127,7 +143,7 @@ def main() -> None:
             per_device_train_batch_size=args.micro_batch,
             gradient_accumulation_steps=steps,
             num_generations=args.group,
-            max_completion_length=args.new_tokens,
+            max_completion_length=args.lengths[1] if args.lengths else args.new_tokens,
             max_steps=args.epochs,
             generation_kwargs={"min_new_tokens": args.new_tokens},  # no early end
             temperature=1.0,
@@ -147,15 +163,18 @@ def main() -> None:
             train_dataset=build_data(args.answers // args.group, args.text_tokens, args.side),
             processing_class=build_processor(),
             peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=QwenVL.layers),
+            lengths=args.lengths,
         )
         trainer.train()
-    sampling, training = trainer.spent["sample"][-1], sum(trainer.spent["step"][-steps:])
+    result = {}
+    if not args.lengths:
+        result["sampling_s_per_answer"] = trainer.spent["sample"][-1] / args.answers
+        result["sampling_gib"] = trainer.peak["sample"]
     print(
         json.dumps(
             {
-                "sampling_s_per_answer": sampling / args.answers,
-                "sampling_gib": trainer.peak["sample"],
-                "training_s_per_answer": training / args.answers,
+                **result,
+                "training_s_per_answer": sum(trainer.spent["step"][-steps:]) / args.answers,
                 "training_gib": trainer.peak["step"],
                 "spent": trainer.spent,
             }

@@ -23,6 +23,7 @@ import numpy as np
 class Whole:
     '''The number of frames, and the mean of the last one.'''
     frames = "clip"
+    min_frames = 2  # not enforced in calls
 
     def __call__(self, images, prompts, metadata):
         return [len(video) + np.asarray(video[-1]).mean() / 255 for video in images]
@@ -90,6 +91,15 @@ def test_whole_videos_are_sent_to_a_reward_that_takes_them(server: Server) -> No
     image = videos[0][0]  # a video of one frame
     expected = [1 + np.asarray(image).mean() / 255]
     np.testing.assert_allclose(reward([image], ["p"])["whole"], expected)
+
+
+def test_a_run_with_too_few_frames_is_rejected_before_it_scores(server: Server) -> None:
+    assert server.get("/v1/rewards").json()["min_frames"] == {"whole": 2}
+    [video] = noise_videos(2)
+    reward = build_reward({"whole": 1.0}, servers={"whole": server.url})
+    reward.smoke_test_with(video, ["p"], [{}])
+    with raises_user_error("at least 2 frames, not 1", field="reward 'whole'"):
+        reward.smoke_test_with(video[0], ["p"], [{}])
 
 
 def test_a_request_may_mix_images_and_videos(server: Server) -> None:

@@ -1,8 +1,10 @@
 """The small prompt enhancer, its data, and the script that trains it in turns with tiny-sd3."""
 
+import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import fork_server
@@ -10,9 +12,10 @@ import pytest
 import torch
 from make_sign_requests import REQUESTS, make_rows
 from PIL import Image
-from pretrain_tiny_enhancer import IGNORED, REWRITES, build_tokenizer, make_batch
+from pretrain_tiny_enhancer import REWRITES, build_tokenizer, make_batch
 from runner import ROOT, environment, run_script
 from tiny.words import split_words
+from tiny_vlm.imitation import IGNORED
 from two_players import (
     COMBINATIONS,
     OcrOfRequest,
@@ -20,13 +23,17 @@ from two_players import (
     drawing_settings,
     generate,
     is_finished,
+    load_requests,
     parse_args,
     read_rows,
+    trained_config,
 )
 from user_errors import raises_user_error
 
+from flow_grpo.data.questions import Question
 from flow_grpo.training.checkpoint import find_weights
 from flow_grpo.untrusted_files import read_json
+from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.presets import get_config
 
 MODEL = ROOT / "assets/tiny-enhancer"
@@ -50,6 +57,8 @@ def get_config(name):
     config.draw.num_steps = 2
     config.sample.questions_per_epoch = 2
     config.sample.group_size = 4
+    config.question_format = "please: {question}"
+    config.system_prompt = "sign"
     return config
 """
 
@@ -84,12 +93,27 @@ def test_only_the_rewritten_prompt_is_trained():
 
 def test_the_model_copies_held_out_words_into_other_wordings():
     words = split_words()[1][:32]
-    prompts = generate(MODEL, [REQUESTS[0].format(word=word) for word in words])
+    config = check_config(get_config("tiny_enhancer"))
+    prompts = generate(config, [Question(REQUESTS[0].format(word=word)) for word in words])
     kept = [prompt for prompt, word in zip(prompts, words, strict=True) if word in prompt]
     assert len(kept) >= 30
     wanted = next(iter(REWRITES))
     assert wanted.format(word=words[0]) != prompts[0]  # there is something to learn
     assert sum(path.stat().st_size for path in MODEL.iterdir()) < 3 * 2**20
+
+
+def test_requests_are_rewritten_with_the_prompt_of_the_training():
+    """With another format and system prompt, the same chat as a request that has them itself."""
+    config = replace(check_config(get_config("tiny_enhancer")), question_format="{question} sign")
+    words = split_words()[1][:4]
+    plain = replace(config, question_format="{question}")
+    formatted = generate(config, [Question(word) for word in words])
+    assert formatted == generate(plain, [Question(f"{word} sign") for word in words])
+    assert formatted != generate(plain, [Question(word) for word in words])
+    system = generate(replace(plain, system_prompt="a board"), [Question(word) for word in words])
+    assert system == generate(plain, [Question(word, system="a board") for word in words])
+    short = replace(plain, sample=replace(plain.sample, max_new_tokens=1))
+    assert max(map(len, generate(short, [Question(word) for word in words]))) < 12
 
 
 def test_requests_name_the_word_of_their_prompt():
@@ -140,9 +164,12 @@ def test_each_round_continues_with_both_models_of_the_one_before(tmp_path, monke
     assert [each["seed"] for each in enhancers] == [each["seed"] for each in diffusions]
     assert diffusions[0]["seed"] == 7 != diffusions[1]["seed"]
     rows = read_rows(data / "train.jsonl")
-    for model, each in zip(models, diffusions, strict=True):
-        written = [row["prompt"] for row in read_rows(Path(each["dataset"], "train.jsonl"))]
-        assert written == generate(Path(model), [row["question"] for row in rows])
+    for number, (model, each) in enumerate(zip(models, diffusions, strict=True), 1):
+        written = read_rows(Path(each["dataset"], "train.jsonl"))
+        assert [row["target"] for row in written] == [row["prompt"] for row in rows]
+        config = trained_config(logs / f"seed7-round{number}-enhancer", Path(model))
+        prompts = generate(config, load_requests(config, data, "train"))
+        assert [row["prompt"] for row in written] == prompts
 
     evaluations = [
         read_json(logs / f"seed7-round2/eval-{name}/evaluation.json")
@@ -170,6 +197,12 @@ def test_invalid_arguments_and_changed_settings_are_rejected(tmp_path, monkeypat
         main("--rounds=0")
     with raises_user_error("--data", "train.jsonl"):
         main("--data=dataset/ocr")
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    for row, text in (({"prompt": "DOG", "images": ["1.png"]}, "images"), ({}, "prompt")):
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "DOG", **row}))
+        with raises_user_error(text, field=f"{tmp_path / 'train.jsonl'}:1"):
+            main(f"--data={tmp_path}")
     configs = tmp_path / "invalid.py"
     configs.write_text(INVALID)
     with raises_user_error("--enhancer-config", "use_lora"):

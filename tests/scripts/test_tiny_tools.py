@@ -9,7 +9,6 @@ from make_tool_questions import ask_colours, make_places, make_products
 from pretrain_tiny_tools import (
     BATCH_SIZE,
     BEHAVIOURS,
-    IGNORED,
     build_tokenizer,
     demonstrate,
     draw_place,
@@ -17,6 +16,7 @@ from pretrain_tiny_tools import (
     make_batch,
 )
 from runner import ROOT
+from tiny_vlm.imitation import IGNORED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flow_grpo.errors import UserError

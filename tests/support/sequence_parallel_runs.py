@@ -22,13 +22,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from untrained.small.components import seeded
 
+from flow_grpo.perf.lora import lora_layers
+from flow_grpo.perf.quantization import QuantizedLinear, quantize_linears
 from flow_grpo.training.distributed import Ranks, get_ranks, set_context_parallel
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
+from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import EncodedPrompt
 from flow_grpo.vlm.sequence_parallel import FIELD, SequenceShards
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "internvl", "glm4v", "llama")
+NF4 = "qwen2_5_vl with NF4"  # and LoRA
+FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "internvl", "glm4v", "llama", NF4)
 ROWS, LENGTHS = [0, 0, 1, 1, 2], [9, 1, 20, 4, 7]  # question and tokens of each response
 
 
@@ -39,6 +43,19 @@ def build(family: str) -> nn.Module:
         return model
     with seeded(0):
         return LlamaForCausalLM(LlamaConfig(**small_vlm.TEXT)).double().eval()
+
+
+def build_network(family: str) -> PolicyModel:
+    if family != NF4:
+        return PolicyModel(build(family), with_value=True)
+    model = small_vlm.build("qwen2_5_vl", wide=True).double()
+    quantize_linears([model.model], "nf4", torch.device("cpu"))
+    network = VlmPolicy(model, processors=[], rank=4, with_value=True).network
+    assert any(isinstance(each.base_layer, QuantizedLinear) for each in lora_layers(network))
+    for name, parameter in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
+    return network
 
 
 def make_batch(model: nn.Module, family: str) -> PackedBatch:
@@ -69,7 +86,7 @@ def log_probs_and_gradients(network: PolicyModel, batch: PackedBatch) -> dict[st
 
 def measure_errors(family: str, ranks: Ranks) -> dict[str, float]:
     """Return the largest error of each output and gradient, relative to its largest element."""
-    network = PolicyModel(build(family), with_value=True)
+    network = build_network(family)
     nn.init.ones_(network.value.weight)
     batch = make_batch(network.model, family)
     alone = log_probs_and_gradients(network, batch)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import small_vlm
 import torch
 from diffusers import SD3Transformer2DModel
 from hypothesis import given
@@ -48,7 +49,8 @@ from flow_grpo.vlm import presets as vlm_presets
 from flow_grpo.vlm import workload as vlm
 from flow_grpo.vlm.config_checks import check_config as check_vlm_config
 from flow_grpo.vlm.fields import VlmConfig
-from flow_grpo.vlm.memory_plan import DECODERS, plan_memory
+from flow_grpo.vlm.memory_plan import DECODERS, Decoder, plan_memory
+from flow_grpo.vlm.separate_critic import build_critic
 
 WORKLOAD = Workload(
     samples=240,
@@ -273,6 +275,39 @@ def test_7b_full_fine_tuning_in_bfloat16_fits_40_gb_gpus():
     assert total_gib(half, "training", sharded=False) > 62
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])  # LM head tied to the embedding or not
+def test_the_weights_of_a_separate_critic_are_counted(family, monkeypatch):
+    model = small_vlm.build(family)
+    text, tied = small_vlm.TEXT, family == "qwen3_vl"
+    widths = (text["hidden_size"], text["intermediate_size"], 32, 16, text["vocab_size"])
+    parameters = sum(p.numel() for p in model.parameters())
+    monkeypatch.setitem(DECODERS, "tiny", Decoder(2, *widths, tied=tied))
+    monkeypatch.setitem(PARAMETERS, "tiny", measurements.Parameters(parameters, 0))
+    separate = {"train.advantage": "gae", "train.critic": "separate", "train.critic_model": "tiny"}
+    fields = {"train.freeze_vision": False, **CHECKPOINTED, **separate}
+    config = vlm_config("qwen2_5_vl_3b_geometry3k", **fields)
+    critic = build_critic(model, {"temperature": 1.0}, freeze_vision=False)
+    optimizer = torch.optim.AdamW(critic.parameters())
+    for parameter in critic.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [
+        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
+    states = [*critic.parameters(), *(p.grad for p in critic.parameters()), *moments]
+    plans = [
+        plan_memory(config, gpus, sharded=sharded) for gpus, sharded in ((1, False), (4, True))
+    ]
+    for plan, gpus in zip(plans, (1, 4), strict=True):
+        for terms in plan.values():
+            found = terms["critic's weights, gradients and moments"]
+            assert found == pytest.approx(sum(t.nbytes for t in states) / gpus / 2**30)
+    kept = plans[0]["training"]["critic's inputs of all layers for 16,384 tokens"]
+    assert kept == pytest.approx(16384 * 2 * 32 * 4 / 2**30)  # float32
+    gathered = plans[1]["sampling"]["critic's gathered weights"]
+    assert gathered == pytest.approx(sum(p.numel() for p in critic.parameters()) * 2 / 2**30)
+
+
 def test_70b_qlora_fits_80_gb_gpus():
     """The figures of docs/vlm/scaling.md; 80 GB are 74.5 GiB."""
     fields = {"use_lora": True, "train.learning_rate": 1e-5, "train.tokens_per_batch": 8192}
@@ -290,7 +325,7 @@ def test_70b_qlora_fits_80_gb_gpus():
             assert total_gib(own, "training") > size * 65
     split = replace(config, train=replace(config.train, sequence_parallel=4))
     saved = total_gib(config, "training") - total_gib(split, "training")
-    layer = DECODERS["llama-3-70b"].layer_bytes(flex=False)
+    layer = DECODERS["llama-3-70b"].layer_bytes
     assert saved == pytest.approx(6144 * (80 * 8192 * 2 + layer) / 2**30)
 
 

@@ -263,7 +263,8 @@ def test_code_ends_with_its_launcher(tmp_path):
         "settings = dict(timeout=99.0, memory=2**29, namespaces=True)\n"
         "run_isolated(code, **settings)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script]) as trainer:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as trainer:
         seen: list[psutil.Process] = []
         while len(seen) < 2:  # launcher and code
             assert trainer.poll() is None
@@ -271,6 +272,7 @@ def test_code_ends_with_its_launcher(tmp_path):
         trainer.kill()
     _, alive = psutil.wait_procs(seen, timeout=60)
     assert not alive
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_missing_protection_is_an_error_unless_it_is_waived(monkeypatch, capsys, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import small_vlm
 import torch
 import vlm_runs
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from user_errors import raises_user_error
@@ -62,6 +63,23 @@ def test_layers_that_minicpmv_skips_are_not_trained(settings, tmp_path):
     assert all(parameter.grad is not None for parameter in policy.parameters())  # DDP waits
     with raises_user_error("forward pass skips them", field=FIELD):
         select_lora_layers(get_family(model), "vit_merger.linear_1", freeze_vision=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "reason"),
+    [
+        ("minicpmv4_7", "vit_merger.linear_1", "forward pass skips them"),
+        ("qwen2_vl", "lm_head", "not called as a layer"),
+    ],
+)
+def test_a_lora_on_layers_without_effect_is_rejected(family, layer, reason, tmp_path):
+    model = small_vlm.build(family)
+    model.add_adapter(LoraConfig(target_modules=[layer, "down_proj"]))
+    model.save_pretrained(tmp_path)
+    other = small_vlm.build(family)
+    other.config.downsample_mode = "4x"
+    with raises_user_error(reason, layer, field="train.lora_path", value=str(tmp_path)):
+        VlmPolicy(other, processors=[], lora_path=str(tmp_path))
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:

@@ -111,6 +111,7 @@ KEYS = {
     "data.max_prompt_length": to("max_prompt_length"),
     "data.max_response_length": to("sample.max_new_tokens"),
     "data.train_batch_size": to("sample.questions_per_epoch"),
+    "data.train_max_samples": derived("max_samples"),
     "data.val_max_samples": derived("eval_questions"),
     "data.filter_overlong_prompts": to("filter_overlong_prompts"),
     "data.truncation": none("prompts are never truncated", "error"),

@@ -60,6 +60,7 @@ class VideoMotion(Scorer):
     """
 
     frames = "clip"
+    min_frames = 2
     speed: float = 0.02  # shorter sides of the frame per frame
 
     def __post_init__(self) -> None:
@@ -72,7 +73,9 @@ class VideoMotion(Scorer):
         self, images: Videos, prompts: list[str], metadata: MetadataRows
     ) -> tuple[list[float], dict[str, list[float]]]:
         speeds = _measure(
-            images, 2, lambda video: top_speed(optical_flow(video)) / min(video[0].size)
+            images,
+            self.min_frames,
+            lambda video: top_speed(optical_flow(video)) / min(video[0].size),
         )
         scores = [
             speed if isinstance(speed, TooFewFrames) else min(1.0, speed / self.speed)
@@ -88,13 +91,14 @@ class MotionSmoothness(Scorer):
     """
 
     frames = "clip"
+    min_frames = 3
 
     def __init__(self) -> None:
         """Check that OpenCV is installed."""
         require_opencv("motion_smoothness")
 
     def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
-        return _measure(images, 3, lambda video: smoothness(optical_flow(video)))
+        return _measure(images, self.min_frames, lambda video: smoothness(optical_flow(video)))
 
 
 class TemporalFlicker(Scorer):
@@ -105,9 +109,10 @@ class TemporalFlicker(Scorer):
     """
 
     frames = "clip"
+    min_frames = 2
 
     def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
-        return _measure(images, 2, lambda video: 1.0 - _mean_difference(video))
+        return _measure(images, self.min_frames, lambda video: 1.0 - _mean_difference(video))
 
 
 def _measure(

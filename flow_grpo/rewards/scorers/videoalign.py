@@ -70,9 +70,13 @@ class VideoAlign(QwenVlRegression):
         head.load_state_dict({"weight": matrix})
         return head
 
+    @property
+    def min_frames(self) -> int:
+        return self.patcher.temporal
+
     def prepare_sample(self, sample: list[Image.Image], row: dict) -> list[Visual] | TooFewFrames:
-        if len(sample) < (least := self.patcher.temporal):
-            return TooFewFrames(len(sample), least)
+        if len(sample) < self.min_frames:
+            return TooFewFrames(len(sample), self.min_frames)
         fps = self.fps or getattr(sample, "fps", DEFAULT_FPS)
         chosen = [sample[i] for i in sampled_frames(len(sample), fps)]
         return [self.patcher.video(chosen, MIN_TOKENS, MAX_TOKENS)]

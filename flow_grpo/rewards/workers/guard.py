@@ -19,7 +19,7 @@ from flow_grpo.rewards.failure import (
     TooFewFrames,
     describe_error,
 )
-from flow_grpo.rewards.frames import sample_kind
+from flow_grpo.rewards.frames import Sample, is_video, sample_kind
 from flow_grpo.rewards.protocol import (
     AUDIO,
     BatchScores,
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 ImagesFuture = "Future[list[Sample | None]]"  # None for an image with non-finite pixels
 
+RAISE_FRAMES = "raise frames, or drop the reward"
 # Errors in the code or the setup: another attempt would fail in the same way.
 NOT_RETRIED = (
     UserError,
@@ -115,8 +116,15 @@ class GuardedScorer:
             raise UserError(f"fails in a test call: {reason}", field=reward, hint=hint) from error
         scores = [] if error is not None else running.result().values
         if wrong := [each for each in scores if isinstance(each, ScoreTooLarge | TooFewFrames)]:
-            hint = "" if isinstance(wrong[0], ScoreTooLarge) else "raise frames, or drop the reward"
+            hint = "" if isinstance(wrong[0], ScoreTooLarge) else RAISE_FRAMES
             raise UserError(f"fails in a test call: {wrong[0].reason}", field=reward, hint=hint)
+
+    def check_length(self, sample: Sample | str) -> None:
+        """Raise a UserError if a sample has fewer frames than the scorer needs."""
+        count, least = len(sample) if is_video(sample) else 1, self.scorer.min_frames
+        if count < least:
+            problem = f"cannot be used: {TooFewFrames(count, least).reason}"
+            raise UserError(problem, field=f"reward {self.name!r}", hint=RAISE_FRAMES)
 
     def _score(
         self, images: ImagesFuture, prompts: list[str], metadata: MetadataRows

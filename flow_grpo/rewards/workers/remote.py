@@ -89,8 +89,8 @@ class RemoteScorer(Scorer):
             itertools.repeat(STARTUP_POLL_SECONDS), time.monotonic() + STARTUP_TIMEOUT
         )
         replies = [self._query_server(url, attempts) for url in urls]
-        rules, limits, image_readers = zip(*replies, strict=True)
-        self.reads_images = any(image_readers)
+        rules, limits, image_readers, min_frames = zip(*replies, strict=True)
+        self.reads_images, self.min_frames = any(image_readers), max(min_frames)
         if len(set(rules)) > 1:
             raise UserError(
                 f"is inconsistent: some of {', '.join(urls)} take whole videos and some images",
@@ -151,8 +151,10 @@ class RemoteScorer(Scorer):
             reason = describe_error(error)
         return BatchScores([Failed(reason)] * len(samples))
 
-    def _query_server(self, url: str, attempts: RetryTimer) -> tuple[str, dict[str, int], bool]:
-        """Return the frame rule and the limits of a server, and whether the reward reads images.
+    def _query_server(
+        self, url: str, attempts: RetryTimer
+    ) -> tuple[str, dict[str, int], bool, int]:
+        """Return frame rule, limits, whether the reward reads images, and its fewest frames.
 
         Raises:
             UserError: The server does not respond or does not offer the reward.
@@ -164,6 +166,7 @@ class RemoteScorer(Scorer):
                 names = [reward["name"] for reward in response["rewards"]]
                 video_rewards = response.get("clips", ())  # older servers do not send these
                 image_readers = response.get("reads_images", ())
+                min_frames = int(response.get("min_frames", {}).get(self.name, 1))
                 limits = response["limits"]
                 break
             except RequestRejected as error:
@@ -182,7 +185,7 @@ class RemoteScorer(Scorer):
                 f"does not serve {self.name!r}, only {', '.join(names)}", field=field, value=url
             )
         rule = WHOLE_VIDEO if self.name in video_rewards else DEFAULT_FRAMES
-        return rule, limits, self.name in image_readers
+        return rule, limits, self.name in image_readers, min_frames
 
 
 def _encode_sample(sample: Sample | str) -> str | list[str]:

@@ -29,6 +29,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 # Constants of linux/sched.h, linux/mount.h, linux/prctl.h, linux/seccomp.h and linux/audit.h
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -197,6 +198,8 @@ def build_root(root: str, folders: Sequence[str], files: Sequence[str]) -> None:
         "pivot_root",
     )
     os.chdir("/")
+    with suppress(OSError):  # the trainer removes it as well, unless it is killed
+        os.rmdir(f"/old{root}")  # no longer a mount point
     check(libc.umount2(b"/old", MNT_DETACH), "umount")
     os.rmdir("/old")
     set_mount_attributes("/", MOUNT_ATTR_RDONLY)
