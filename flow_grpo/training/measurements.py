@@ -125,7 +125,7 @@ def fits(line: Line, config: Any) -> bool:
             CHECKPOINTING: config.train.gradient_checkpointing,
             "--compile": config.compile,
             "--flex": config.flex_attention,
-            "--lengths": False,  # of sampling only
+            "--lengths": False,  # of sampling only, or of longer rows
             "benchmark_trl": False,  # another trainer
         }
         return (

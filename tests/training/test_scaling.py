@@ -235,7 +235,6 @@ CHECKPOINTED = {"train.gradient_checkpointing": True}
         ("", "3B", {"train.tokens_per_batch": 3 * 4474}),
         ("--budget 5000", "3B", {}),
         ("--budget 5000 --gradient_checkpointing", "3B", CHECKPOINTED),
-        ("--budget 5000 --flex", "3B", {"flex_attention": True}),
         ("--full --gradient_checkpointing", "3B", {**ALL_WEIGHTS, **CHECKPOINTED}),
         ("--budget 5000", "7B", {}),
         ("--base_precision nf4 --budget 5000", "7B", {"pretrained.base_precision": "nf4"}),
