@@ -130,6 +130,7 @@ def fits(line: Line, config: Any) -> bool:
         }
         return (
             is_half  # as benchmark_vlm.py
+            and config.train.critic != "separate"  # has no measurement
             and line.get("base_precision", UNQUANTIZED) == precision
             and all((option in line["command"]) == on for option, on in options.items())
         )
