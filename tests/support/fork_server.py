@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from unittest import mock
 
 SOCKET = "FLOW_GRPO_WARM_SOCKET"
 # interpreter with which a forked script starts other scripts; see `interpreter`
@@ -264,6 +263,8 @@ elif __name__ == "__main__" and sys.argv[1] == "--serve-light":
 
     run_and_exit(serve(socket.socket(fileno=int(sys.argv[2]))))
 elif __name__ == "__main__":
+    from unittest import mock  # not imported by proxy processes, as it imports asyncio
+
     import accelerate  # noqa: F401
     import diffusers.guiders  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
