@@ -167,7 +167,8 @@ def test_the_computed_memory_is_close_to_measured_peaks(model, frames, peak):
 @pytest.mark.parametrize("preset", ["wan_ocr", "wan_14b_ocr", "pickscore_ltx2"])
 def test_the_page_on_videos_has_the_computed_memory(preset):
     page = (ROOT / "docs/video.md").read_text("utf-8")
-    sizes = [(480, 832, 81), (720, 1280, 81)] if "wan" in preset else [(512, 768, 121), (512, 768, 161)]
+    wan, ltx2 = [(480, 832, 81), (720, 1280, 81)], [(512, 768, 121), (512, 768, 161)]
+    sizes = wan if "wan" in preset else ltx2
     for height, width, frames in sizes:
         config = presets.get_config(preset)
         config.train.batch_size = 1
