@@ -107,9 +107,7 @@ def test_an_outage_of_the_reward_ends_all_processes(layouts):
     assert all((layouts.folder / f"outage-{rank}").exists() for rank in (0, 1))
 
 
-@pytest.mark.parametrize(
-    "name", ["wan-2", "wan-4", "flux-4", "flux-fsdp2", "ltx2-2", "a14b-fsdp2"]
-)
+@pytest.mark.parametrize("name", ["wan-2", "wan-4", "flux-4", "flux-fsdp2", "ltx2-2", "a14b-fsdp2"])
 def test_a_run_has_the_weights_and_metrics_of_one_process(layouts, name):
     reference = name.partition("-")[0]
     found, expected = layouts.weights(name), layouts.weights(reference)
