@@ -89,8 +89,8 @@ class ModelAdapter(ABC):
     supports_cuda_graphs: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = False  # `sample.context_parallel` can split its tokens,
     context_parallel_sources: ClassVar[bool] = False  # also with source images
-    # How diffusers splits the tokens; None: as the transformer says. Attention modules in
-    # `whole_keys` have keys of all tokens on each process.
+    # Plan by which diffusers splits the tokens; None for the plan of the transformer. Attention
+    # modules in `whole_keys` have the keys of all tokens on each process.
     context_plan: ClassVar[Mapping[str, Any] | None] = None
     whole_keys: ClassVar[tuple[str, ...]] = ()
     ranks: Ranks | None = None  # with context parallelism
