@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def _ulysses_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | Non
         return exchange(parts, group).flatten(0, 1).permute(1, 2, 0, 3).contiguous()
 
     query, key, value, *_ = ctx.backward_op(ctx, to_heads(gradient))
-    return to_tokens(query), to_tokens(key), to_tokens(value), *[None] * 9
+    inputs = signature(attention_dispatch.TemplatedUlyssesAttention.forward).parameters
+    others = len(inputs) - 4  # without ctx, query, key and value
+    return to_tokens(query), to_tokens(key), to_tokens(value), *[None] * others
 
 
 def enable_ulysses(
@@ -89,7 +92,7 @@ def enable_ulysses(
 
     Attention in the modules named `whole_keys` has queries of the own tokens, but all keys on each
     process: those of the prompt. It needs no exchange, which would repeat them N times, with the
-    same result. `plan` replaces the transformer's own.
+    same result. `plan` replaces the transformer's own, for models that also need our backward pass.
 
     On a machine without an accelerator, diffusers would divide by the number of devices, 0. Its
     warning that the method is experimental is not for the user.
@@ -106,7 +109,8 @@ def enable_ulysses(
     finally:
         torch.accelerator.device_count = count
         modeling_utils.logger.setLevel(level)
-    attention_dispatch.TemplatedUlyssesAttention.backward = staticmethod(_ulysses_backward)
+    if plan is not None:
+        attention_dispatch.TemplatedUlyssesAttention.backward = staticmethod(_ulysses_backward)
     for name, module in transformer.named_modules():
         if name.rpartition(".")[2] in whole_keys:
             module.processor._parallel_config = None

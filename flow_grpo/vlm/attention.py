@@ -121,8 +121,9 @@ def run_flex_attention(
     compiled = kind == "cuda" and not torch.compiler.is_compiling()  # else part of a larger graph
     attend = _compiled_flex_attention() if compiled else flex_attention
     query, key, value = in_autocast_dtype(query, key, value)
-    # the backward pass parallelizes over key heads, of which there may be few
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        # the backward pass parallelizes over key heads, of which there may be few
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     return attend(query, key, value, block_mask=mask, scale=scale)
 
 
