@@ -17,6 +17,8 @@ OUTSIDE = (
     *("assets/tiny-vlm/README.md", "assets/tiny-vlm/samples.png", "assets/tiny-text/README.md"),
     "assets/tiny-enhancer/README.md",
     "assets/tiny-tools/README.md",
+    *("assets/tiny-zoom/README.md", "assets/tiny-zoom/samples.png"),
+    "dataset/digits/images/24.png",
     *("examples/first_run.ipynb", "Dockerfile"),
     *("dataset/README.md", "reward_server/README.md", "reward_server/openapi.json"),
     *(f"flow_grpo/rewards/environments/{name}.txt" for name in ("deqa", "paddleocr")),

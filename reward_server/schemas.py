@@ -150,7 +150,7 @@ class RewardList(BaseModel):
     rewards: list[RewardState]
     clips: list[str] = Field(description="rewards that score whole videos, not single frames")
     min_frames: dict[str, int] = Field(
-        description="fewest frames of a video, for rewards that do not score images"
+        description="minimum number of frames, for rewards that need more than one"
     )
     reads_images: list[str] = Field(description="rewards of responses that need `sources`")
     limits: LimitValues

@@ -174,7 +174,7 @@ def load_requests(config: VlmConfig, data: Path, split: str) -> list[Question]:
     questions = load_split(data, split, question_layout(config))
     for question in questions:
         if question.shown:
-            raise UserError("has images, which are not passed on here", field=question.where)
+            raise UserError("has images, which this script does not support", field=question.where)
         if not isinstance(question.metadata.get("prompt"), str):
             raise UserError('has no text in the column "prompt"', field=question.where)
     return questions

@@ -69,7 +69,7 @@ class Scorer:
         kind: What is scored: "image" or "answer" (a response text).
         frames: Rule for the frames of a video (see frames.py); "clip" passes whole videos, as
             lists of PIL images.
-        min_frames: Fewest frames of a sample that it scores; an image has one.
+        min_frames: Minimum number of frames of a sample; an image counts as one.
         compares_groups: Whether samples of a prompt are compared with each other. The scorer is
             then called with whole groups and returns win rates.
         reads_images: Whether the metadata of a response must have the images of its question, under

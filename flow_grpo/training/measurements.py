@@ -125,11 +125,12 @@ def fits(line: Line, config: Any) -> bool:
             CHECKPOINTING: config.train.gradient_checkpointing,
             "--compile": config.compile,
             "--flex": config.flex_attention,
-            "--lengths": False,  # of sampling only
+            "--lengths": False,  # of sampling only, or of longer rows
             "benchmark_trl": False,  # another trainer
         }
         return (
             is_half  # as benchmark_vlm.py
+            and config.train.critic != "separate"  # has no measurement
             and line.get("base_precision", UNQUANTIZED) == precision
             and all((option in line["command"]) == on for option, on in options.items())
         )

@@ -193,6 +193,14 @@ PRESETS: dict[str, FieldValues] = {
             "max_characters": 100,
         },
     },
+    # A small VLM learns to zoom in on digits that it cannot read otherwise.
+    "tiny_zoom": {
+        PARENT_KEY: "tiny_python",
+        "pretrained": {"model": "assets/tiny-zoom"},
+        "dataset": "dataset/digits",
+        "environment": "flow_grpo.vlm.environments.image_zoom:ImageZoom",
+        "environment_options": {"units": "pixels"},
+    },
     # The small text-only model copies given responses: one pass over 200, without a rollout.
     "tiny_text_sft": {
         PARENT_KEY: "tiny_text",

@@ -1,4 +1,4 @@
-"""Models, batches and training loop of the small models that imitate conversations."""
+"""Build and train small models on generated conversations by next-token prediction."""
 
 import argparse
 import json
@@ -44,16 +44,14 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
 
 
-def build_language_model(
-    seed: int, vocabulary: int, max_new_tokens: int, layers: int = 2
-) -> Qwen3ForCausalLM:
+def build_language_model(seed: int, vocabulary: int, max_new_tokens: int) -> Qwen3ForCausalLM:
     """Build a language model with random weights; also set the seed of torch."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=96,
         intermediate_size=256,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=3,
         num_key_value_heads=3,
         head_dim=32,

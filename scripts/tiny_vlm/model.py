@@ -48,15 +48,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_model(*, text_layers: int = 6, vision_layers: int = 4) -> Qwen3VLForConditionalGeneration:
-    """Build the model with random weights, by default 3.8 M parameters."""
+def build_model(
+    *,
+    text_layers: int = 6,
+    vision_layers: int = 4,
+    heads: int = 6,
+    key_value_heads: int = 2,
+    vision_heads: int = 4,
+    vocabulary: int = len(VOCABULARY),
+) -> Qwen3VLForConditionalGeneration:
+    """Build the model with random weights, by default 3.8 M parameters; a head has 32 channels."""
+    width, vision_width = 32 * heads, 32 * vision_heads
     text = {
-        "vocab_size": len(VOCABULARY),
-        "hidden_size": 192,
-        "intermediate_size": 512,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 8 * width // 3,
         "num_hidden_layers": text_layers,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
         "head_dim": 32,
         "max_position_embeddings": MAX_LENGTH,
         "tie_word_embeddings": True,
@@ -72,13 +81,13 @@ def build_model(*, text_layers: int = 6, vision_layers: int = 4) -> Qwen3VLForCo
     }
     vision = {
         "depth": vision_layers,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_heads": 4,
+        "hidden_size": vision_width,
+        "intermediate_size": 3 * vision_width,
+        "num_heads": vision_heads,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": FRAMES,
-        "out_hidden_size": 192,
+        "out_hidden_size": width,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [1],
     }
@@ -125,18 +134,26 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_processor() -> PaddleOCRVLProcessor:
-    """Build a processor of Qwen-VL's inputs without a video processor, which needs torchvision."""
+def build_processor(
+    tokenizer: PreTrainedTokenizerBase | None = None, pixels: int = HEIGHT * WIDTH
+) -> PaddleOCRVLProcessor:
+    """Build a processor of Qwen-VL's inputs without a video processor, which needs torchvision.
+
+    Args:
+        tokenizer: Tokenizer; None for that of tiny-vlm.
+        pixels: Number of pixels to which all images are resized.
+    """
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=MERGE,
         temporal_patch_size=FRAMES,
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
-        min_pixels=HEIGHT * WIDTH,
-        max_pixels=HEIGHT * WIDTH,
+        min_pixels=pixels,
+        max_pixels=pixels,
     )
-    return PaddleOCRVLProcessor(images, build_tokenizer(), chat_template=CHAT_TEMPLATE)
+    tokenizer = tokenizer or build_tokenizer()
+    return PaddleOCRVLProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
 
 
 def save_fp16(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from make_tool_questions import BOXES
 
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.environments.python_sandbox import check_isolation
@@ -24,6 +25,28 @@ def test_the_model_learns_to_search(run):
     answers = [json.loads(line)["answer"] for line in file.read_text().splitlines()]
     called = ['{"name": "search"' in answer and "\n[1] " in answer for answer in answers]
     assert sum(called) > 0.8 * len(called)
+
+
+def test_the_model_learns_to_zoom_into_the_right_corner(run):
+    done = run(
+        script="scripts/train_vlm.py",
+        config="config/vlm.py:tiny_zoom",
+        num_epochs=2,
+        eval_questions=32,
+        save_freq=0,
+    )
+    assert done.returncode == 0, done.stderr
+    before, *_, last = run.metrics()
+    assert before["eval/math_answer"] < 0.3  # guesses of ten digits
+    assert last["eval/math_answer"] > 0.7
+    assert last["reward/failed"] == 0
+    file = run.logdir / "run/samples/eval-00002/samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    right = 0
+    for row in rows:
+        [box] = [box for corner, box in BOXES.items() if corner in row["prompt"]]
+        right += f'"box": {list(box)}' in row["answer"]
+    assert right > 0.8 * len(rows)
 
 
 def test_the_model_runs_python(run):

@@ -79,7 +79,7 @@ def build_data(questions: int, words: int, side: int) -> Dataset:
 class TimedTrainer(GRPOTrainer):
     """Trainer that records the seconds of each generation and of each training step.
 
-    With `lengths`, the minimum and maximum, the responses are random tokens instead.
+    If `lengths` (minimum and maximum) is set, random tokens replace the generated responses.
     """
 
     def __init__(self, *args, lengths: list[int] | None, **settings) -> None:

@@ -263,11 +263,13 @@ elif __name__ == "__main__" and sys.argv[1] == "--serve-light":
 
     run_and_exit(serve(socket.socket(fileno=int(sys.argv[2]))))
 elif __name__ == "__main__":
+    from unittest import mock  # not imported by proxy processes, as it imports asyncio
+
     import accelerate  # noqa: F401
     import diffusers.guiders  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
     import peft  # noqa: F401
-    import torch._dynamo
+    import torch._dynamo.backends.debugging
     import torch.utils.flop_counter  # noqa: F401
     import transformers.optimization  # noqa: F401
     from diffusers import (  # noqa: F401
@@ -292,6 +294,12 @@ elif __name__ == "__main__":
     import flow_grpo.diffusion.session
     import flow_grpo.vlm.dry_run
     import flow_grpo.vlm.session  # noqa: F401
+
+    # imports pyarrow, whose allocator must start no thread
+    with mock.patch.dict(
+        os.environ, DS_ACCELERATOR="cpu", JE_ARROW_MALLOC_CONF="background_thread:false"
+    ):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
     Image.init()
     get_checkpoint_conversion_mapping("")  # compiles a thousand patterns

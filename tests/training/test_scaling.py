@@ -235,7 +235,6 @@ CHECKPOINTED = {"train.gradient_checkpointing": True}
         ("", "3B", {"train.tokens_per_batch": 3 * 4474}),
         ("--budget 5000", "3B", {}),
         ("--budget 5000 --gradient_checkpointing", "3B", CHECKPOINTED),
-        ("--budget 5000 --flex", "3B", {"flex_attention": True}),
         ("--full --gradient_checkpointing", "3B", {**ALL_WEIGHTS, **CHECKPOINTED}),
         ("--budget 5000", "7B", {}),
         ("--base_precision nf4 --budget 5000", "7B", {"pretrained.base_precision": "nf4"}),
@@ -402,7 +401,7 @@ def test_a_file_of_measurements_is_checked(tmp_path):
 
 
 def test_vlm_measurements_of_other_settings_are_not_used():
-    """Of TRL, other precisions, flex attention, or sampling only."""
+    """Of TRL, other precisions, flex attention, sampling only, or without the separate critic."""
     config = check_vlm_config(vlm_presets.get_config("qwen2_5_vl_7b_geometry3k_full"))
     train = replace(config.train, gradient_checkpointing=False)
     lora = replace(config, use_lora=True, train=train)
@@ -416,4 +415,6 @@ def test_vlm_measurements_of_other_settings_are_not_used():
         (replace(lora, pretrained=small, flex_attention=True), "3b --budget 5000 --flex"),
     ):
         assert measured(own)["command"] == script + command
-    assert newest(measurements.read_measurements(), replace(lora, mixed_precision="no")) is None
+    critic = replace(train, advantage="gae", critic="separate")
+    for own in (replace(lora, mixed_precision="no"), replace(lora, train=critic)):
+        assert newest(measurements.read_measurements(), own) is None

@@ -154,7 +154,7 @@ class RemoteScorer(Scorer):
     def _query_server(
         self, url: str, attempts: RetryTimer
     ) -> tuple[str, dict[str, int], bool, int]:
-        """Return frame rule, limits, whether the reward reads images, and its fewest frames.
+        """Return the frame rule, the limits, whether images are read, and the minimum of frames.
 
         Raises:
             UserError: The server does not respond or does not offer the reward.

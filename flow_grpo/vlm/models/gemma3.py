@@ -97,7 +97,7 @@ class Gemma3(Family):
     layers = ".*language_model" + Family.layers
     vision_lora_layers = r".*vision_tower.*\.([qkv]_proj|out_proj|fc[12]|patch_embedding)"
     flex_attention = False
-    vllm = False  # its names of the vision tower differ; docs/vlm/generation.md
+    vllm = False  # it expects other names in the vision tower; docs/vlm/generation.md
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
