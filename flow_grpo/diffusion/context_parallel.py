@@ -19,7 +19,7 @@ from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.models import ADAPTERS, ModelAdapter, Size
 from flow_grpo.diffusion.models.experts import iter_experts
 from flow_grpo.diffusion.models.inputs import latent_shape
-from flow_grpo.diffusion.video_memory import check_context_divides
+from flow_grpo.diffusion.video_memory import check_audio_divides, check_context_divides
 from flow_grpo.errors import UserError
 from flow_grpo.perf.library_patches import enable_ulysses
 from flow_grpo.training.distributed import Ranks
@@ -30,7 +30,7 @@ FIELD = "sample.context_parallel"
 def count_tokens(
     family: type[ModelAdapter], transformer: Mapping[str, Any], vae: Mapping[str, Any], size: Size
 ) -> int:
-    """Return the transformer tokens of a sample, without its prompt, from the model's configs."""
+    """Return the transformer tokens of a sample, without prompt and sound, from its configs."""
     grid = family.grid(transformer, vae)
     _, *frames, height, width = latent_shape(grid, size)
     return (frames[0] if frames else 1) * (height // grid.patch) * (width // grid.patch)
@@ -62,15 +62,28 @@ def check_context_parallel(
             value=number,
             hint=f"supported: {', '.join(known)}",
         )
-    heads = configs["transformer"]["num_attention_heads"]
+    transformer, vae = configs["transformer"], configs["vae"]
+    heads = transformer["num_attention_heads"]
     lengths = {f"{heads} attention heads": heads}
+    if heads := transformer.get("audio_num_attention_heads"):
+        lengths[f"{heads} audio attention heads"] = heads
     for size in sizes:
-        tokens = count_tokens(family, configs["transformer"], configs["vae"], size)
+        tokens = count_tokens(family, transformer, vae, size)
         shape = f"{size.width} x {size.height}" + (f" x {size.frames}" * (size.frames > 1))
         lengths[f"{tokens} tokens of a sample of {shape}"] = tokens
     if prompt := family.prompt_tokens(max_sequence_length):
         lengths[f"{prompt} tokens that a prompt is padded to"] = prompt
     check_context_divides(number, lengths)
+    for size in sizes:
+        check_audio_divides(
+            number,
+            size.frames,
+            family.grid(transformer, vae).frame_scale,
+            lambda frames, size=size: (
+                count_tokens(family, transformer, vae, size._replace(frames=frames)),
+                family.audio_tokens(transformer, frames),
+            ),
+        )
 
 
 def check_context_sources(
@@ -97,6 +110,12 @@ def enable_context_parallel(adapter: ModelAdapter, ranks: Ranks) -> None:
     adapter.ranks = ranks
     for _, transformer, _ in iter_experts(adapter.transformer):
         try:
-            enable_ulysses(transformer, ranks.mesh, ranks.context_size)
+            enable_ulysses(
+                transformer,
+                ranks.mesh,
+                ranks.context_size,
+                adapter.context_plan,
+                adapter.whole_keys,
+            )
         except ValueError as error:  # DIFFUSERS_ATTN_BACKEND
             raise UserError(str(error), field=FIELD, value=ranks.context_size) from error

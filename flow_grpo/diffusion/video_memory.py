@@ -15,7 +15,7 @@ longer videos. Encoders, VAE and rewards are not included: with `offload_idle`, 
 are not on the GPU during training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flow_grpo.config.fields import UNQUANTIZED
@@ -25,6 +25,7 @@ from flow_grpo.training.measurements import PARAMETERS, shape_of
 
 WIDTHS, MLP_WIDTHS = 33.4, 6.0  # a and b
 GIB = 2**30
+SEARCHED = 100  # latent frames, for a number of frames that works
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class VideoModel:
     heads: int
     side: int = 16  # pixels per side of the square that a token covers
     frames: int = 4  # frames per token, after the first frame
-    splits: bool = True  # supports `sample.context_parallel`
+    audio_rate: float = 0.0  # audio tokens per second of a video, at `fps` frames per second
+    fps: float = 24.0
 
 
 MODELS = {  # by their name in the benchmarks
     "wan2.1-1.3b": VideoModel(30, 1536, 8960, 12),
     "wan2.1-14b": VideoModel(40, 5120, 13824, 40),
-    "ltx-2.3": VideoModel(48, 4096, 16384, 32, side=32, frames=8, splits=False),
+    "ltx-2.3": VideoModel(48, 4096, 16384, 32, side=32, frames=8, audio_rate=25.0),
 }
 
 
@@ -54,6 +56,36 @@ def check_context_divides(context: int, lengths: Mapping[str, int]) -> None:
             raise UserError(
                 f"does not divide the {name}", field="sample.context_parallel", value=context
             )
+
+
+def check_audio_divides(
+    context: int, frames: int, step: int, count: Callable[[int], tuple[int, int]]
+) -> None:
+    """Raise a UserError unless `sample.context_parallel` divides the audio tokens of a video.
+
+    Args:
+        context: Value of `sample.context_parallel`.
+        frames: Number of frames.
+        step: Frames of a latent frame; `frames` is 1 more than a multiple of it.
+        count: Function from a number of frames to the tokens of the video and of its sound.
+    """
+    tokens = count(frames)[1]
+    if tokens % context == 0:
+        return
+    others = [n for n in range(1, frames + SEARCHED * step, step) if count(n)[1]]
+    works = [n for n in others if all(each % context == 0 for each in count(n))]
+    near = [*[n for n in works if n < frames][-1:], *[n for n in works if n > frames][:1]]
+    raise UserError(
+        f"does not divide the {tokens} audio tokens of {frames} frames",
+        field="sample.context_parallel",
+        value=context,
+        hint=f"it divides those of {' and '.join(map(str, near))} frames" if near else "",
+    )
+
+
+def count_audio_tokens(frames: int, fps: float, per_second: float) -> int:
+    """Return the tokens of the sound of a video."""
+    return round(frames / fps * per_second)
 
 
 def video_model(config: DiffusionConfig) -> VideoModel | None:
@@ -77,6 +109,15 @@ def describe_video_memory(config: DiffusionConfig, model: VideoModel) -> dict[st
     tokens = count_video_tokens(model, height, width, config.frames)
     lengths = {f"{model.heads} attention heads": model.heads, f"{tokens} tokens": tokens}
     check_context_divides(context, lengths)
+    check_audio_divides(
+        context,
+        config.frames,
+        model.frames,
+        lambda frames: (
+            count_video_tokens(model, height, width, frames),
+            count_audio_tokens(frames, model.fps, model.audio_rate),
+        ),
+    )
     rows = {"tokens per GPU": f"{tokens // context:,} of {tokens:,} of a sample"}
     if config.use_lora and config.mixed_precision != "no" and config.train.gradient_checkpointing:
         parts = video_memory(config, model, tokens // context)

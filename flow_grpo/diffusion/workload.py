@@ -28,8 +28,7 @@ def plan_run(config: DiffusionConfig, num_processes: int) -> BatchPlan:
     Raises:
         UserError: If something does not divide, or for a run that needs its data or own code.
     """
-    context, model = config.sample.context_parallel, video_model(config)
-    splits = model is not None and model.splits
+    context, splits = config.sample.context_parallel, video_model(config) is not None
     for field, value in (
         ("sample.context_parallel", context if context > 1 and not splits else 0),
         ("preferences.data", config.preferences.data),

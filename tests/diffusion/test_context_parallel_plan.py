@@ -1,6 +1,7 @@
 """Plan and checks of context parallelism; tests/e2e/test_context_parallel.py runs it."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from user_errors import raises_user_error
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion import presets
-from flow_grpo.diffusion.context_parallel import check_context_sources, count_tokens
+from flow_grpo.diffusion.context_parallel import (
+    check_context_parallel,
+    check_context_sources,
+    count_tokens,
+)
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.diffusion.models import Size
 from flow_grpo.diffusion.models.flux2 import Flux2KleinAdapter
@@ -23,7 +28,9 @@ from flow_grpo.diffusion.models.wan import WanAdapter
 from flow_grpo.diffusion.session import build_session
 from flow_grpo.diffusion.video_memory import (
     MODELS,
+    count_audio_tokens,
     count_video_tokens,
+    describe_video_memory,
     video_memory,
     video_model,
 )
@@ -94,6 +101,31 @@ def test_source_images_whose_tokens_are_appended_are_rejected():
         check_context_sources(2, Flux2KleinAdapter, prompts)
 
 
+@pytest.mark.parametrize(
+    ("context", "frames", "heads", "shown"),
+    [
+        (2, 121, 32, ()),
+        (8, 161, 32, ()),
+        (4, 121, 32, ("126 audio tokens of 121 frames", "those of 81 and 161 frames")),
+        (8, 121, 32, ("126 audio tokens of 121 frames", "those of 161 frames")),
+        (2, 121, 33, ("33 audio attention heads",)),
+    ],
+)
+def test_the_sound_of_a_video_is_split_too(context, frames, heads, shown):
+    """25 audio tokens per second of 24 frames."""
+    configs = {"transformer": {**FULL["ltx-2.3"].transformer}, "vae": {}}
+    configs["transformer"] |= {"num_attention_heads": 32, "audio_num_attention_heads": heads}
+    size = Size(512, 768, frames)
+    configs["transformer"].setdefault("in_channels", 128)
+    with raises_user_error(*shown, field=FIELD, value=context) if shown else nullcontext():
+        check_context_parallel(context, LTX2Adapter, configs, [size], 1024)
+    config = presets.get_config("pickscore_ltx2")
+    config.update_from_flattened_dict({FIELD: context, **size._asdict()})
+    if heads == 32:
+        with raises_user_error(*shown, field=FIELD, value=context) if shown else nullcontext():
+            describe_video_memory(DIFFUSION_SPEC.freeze(config), MODELS["ltx-2.3"])
+
+
 def test_the_plan_of_a_dry_run_shows_the_tokens_per_process(models, tmp_path):
     """One process plans for eight, in two groups of four."""
     fields = {"frames": 5, "width": 64, "sample.num_image_per_prompt": 4}
@@ -135,15 +167,16 @@ def test_the_computed_memory_is_close_to_measured_peaks(model, frames, peak):
 @pytest.mark.parametrize("preset", ["wan_ocr", "wan_14b_ocr", "pickscore_ltx2"])
 def test_the_page_on_videos_has_the_computed_memory(preset):
     page = (ROOT / "docs/video.md").read_text("utf-8")
-    sizes = [(480, 832, 81), (720, 1280, 81)] if "wan" in preset else [(512, 768, 121)]
+    wan, ltx2 = [(480, 832, 81), (720, 1280, 81)], [(512, 768, 121), (512, 768, 161)]
+    sizes = wan if "wan" in preset else ltx2
     for height, width, frames in sizes:
         config = presets.get_config(preset)
         config.train.batch_size = 1
         frozen = DIFFUSION_SPEC.freeze(config)
         model = video_model(frozen)
         tokens = count_video_tokens(model, height, width, frames)
-        counts = [n for n in (1, 2, 4, 8) if model.splits or n == 1]
-        counts = [n for n in counts if model.heads % n == 0]
+        audio = count_audio_tokens(frames, model.fps, model.audio_rate)
+        counts = [n for n in (1, 2, 4, 8) if model.heads % n == audio % n == 0]
         gib = [sum(video_memory(frozen, model, tokens // n).values()) for n in counts]
         assert f"| {tokens:,} | {', '.join(f'{each:.1f}' for each in gib)} |" in page
 

@@ -309,6 +309,19 @@ def test_the_smoke_test_passes_samples_of_the_right_size():
     assert len(seen[1][0]) == 2  # a judge sees one frame of a video
 
 
+def test_the_minimum_number_of_frames_of_a_custom_reward_is_checked():
+    def scorer(images, prompts, metadata):
+        return [1.0] * len(images)
+
+    scorer.min_frames = 3
+    weighted(guarded(scorer)).smoke_test(["p"], [{}], 16, 8, 3)
+    with raises_user_error("at least 3 frames, not 2", field="reward 'mine'"):
+        weighted(guarded(scorer)).smoke_test(["p"], [{}], 16, 8, 2)
+    scorer.min_frames = "3"
+    with raises_user_error("must be an integer", field="min_frames of reward 'mine'", value="3"):
+        weighted(guarded(scorer)).smoke_test(["p"], [{}], 16, 8, 3)
+
+
 def test_the_smoke_test_reports_a_scorer_that_hangs():
     release = threading.Event()
     guard = guarded(lambda *batch: release.wait(30), timeout=0.2)

@@ -89,6 +89,10 @@ class ModelAdapter(ABC):
     supports_cuda_graphs: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = False  # `sample.context_parallel` can split its tokens,
     context_parallel_sources: ClassVar[bool] = False  # also with source images
+    # Plan by which diffusers splits the tokens; None for the plan of the transformer. Attention
+    # modules in `whole_keys` have the keys of all tokens on each process.
+    context_plan: ClassVar[Mapping[str, Any] | None] = None
+    whole_keys: ClassVar[tuple[str, ...]] = ()
     ranks: Ranks | None = None  # with context parallelism
     # Faster. Set where `make_attention_gradients_contiguous` ensures correct gradients, or where
     # they were checked against plain attention.
@@ -477,6 +481,11 @@ class ModelAdapter(ABC):
         That is, if context parallelism does not split them.
         """
         return max_sequence_length
+
+    @classmethod
+    def audio_tokens(cls, transformer: Config, frames: int) -> int:
+        """Return the number of transformer tokens of a video's sound; 0 for models without."""
+        return 0
 
     def copy_scheduler(self) -> Any:
         """Return a copy of the pipeline's scheduler, since `set_timesteps` changes it."""

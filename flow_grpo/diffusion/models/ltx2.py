@@ -18,10 +18,12 @@ the pipeline. Its other terms (spatio-temporal, modality and rescaled guidance) 
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, LTX2Pipeline
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from PIL import Image
 from torch import Tensor, nn
 
@@ -37,6 +39,7 @@ from flow_grpo.diffusion.models.inputs import (
     shifted_schedule,
 )
 from flow_grpo.diffusion.models.prompt_cache import Embedding
+from flow_grpo.diffusion.video_memory import count_audio_tokens
 from flow_grpo.errors import UserError
 from flow_grpo.perf.transfer import to_device
 
@@ -47,6 +50,11 @@ ATTENTIONS = (
 QKV = ("to_q", "to_k", "to_v")
 AUDIO_COMPRESSION = 4  # mel frames per audio latent
 TIMESTEP_UNIT = 1000  # timesteps per unit of sigma
+ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+SPLIT_TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
+# (B, T, D), or (B, H, T, D / 2) for split rotations
+SPLIT_ROTATION = ContextParallelInput(split_dim=-2, split_output=True)
+GATHER_TOKENS = ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
 class LTX2Adapter(ModelAdapter):
@@ -64,6 +72,21 @@ class LTX2Adapter(ModelAdapter):
     generates_audio = True
     supports_cuda_graphs = False  # its forward pass returns two tensors, graphs support one
     fps = 24.0  # the pipeline's default
+    context_parallel = context_parallel_sources = True
+    # The plan of diffusers 0.42.1 splits neither the sound nor rotations (B, H, T, D / 2).
+    context_plan = MappingProxyType(
+        {
+            "": {
+                "hidden_states": SPLIT_TOKENS,
+                "audio_hidden_states": SPLIT_TOKENS,
+                "timestep": ContextParallelInput(split_dim=1, expected_dims=2),  # one per token
+            },
+            **{rope: {0: SPLIT_ROTATION, 1: SPLIT_ROTATION} for rope in ROPES},
+            "proj_out": GATHER_TOKENS,
+            "audio_proj_out": GATHER_TOKENS,
+        }
+    )
+    whole_keys = ("attn2", "audio_attn2")  # attend to the prompt
     lora_targets = [  # noqa: RUF012
         *(f"{attention}.{name}" for attention in ATTENTIONS for name in (*QKV, "to_out.0")),
         *mlp_targets("ff", "audio_ff"),
@@ -131,6 +154,20 @@ class LTX2Adapter(ModelAdapter):
                 value=channels[1],
             )
 
+    @classmethod
+    def prompt_tokens(cls, max_sequence_length: int) -> int:
+        return 0
+
+    @classmethod
+    def audio_tokens(cls, transformer: Config, frames: int) -> int:
+        """Return the number of audio latents, as `num_audio_tokens`, from the transformer config.
+
+        `check_audio_rates` compares it with the audio VAE.
+        """
+        rate = transformer.get("audio_sampling_rate", 16000)
+        hop = transformer.get("audio_hop_length", 160)
+        return count_audio_tokens(frames, cls.fps, rate / hop / AUDIO_COMPRESSION)
+
     # --- prompts ------------------------------------------------------------------------------
 
     def encode_single(self, text: str, *images: Image.Image) -> Embedding:
@@ -176,7 +213,7 @@ class LTX2Adapter(ModelAdapter):
         """Return the number of audio latents of a video with this many frames."""
         config = self.pipeline.audio_vae.config
         per_second = config.sample_rate / config.mel_hop_length / float(AUDIO_COMPRESSION)
-        return round(frames / self.fps * per_second)
+        return count_audio_tokens(frames, self.fps, per_second)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Return the shape of one sample's packed latents, (T_v + T_a, C)."""

@@ -121,10 +121,13 @@ class GuardedScorer:
 
     def check_length(self, sample: Sample | str) -> None:
         """Raise a UserError if a sample has fewer frames than the scorer needs."""
+        reward = f"reward {self.name!r}"
         count, least = len(sample) if is_video(sample) else 1, self.scorer.min_frames
+        if not isinstance(least, int):
+            raise UserError("must be an integer", field=f"min_frames of {reward}", value=least)
         if count < least:
             problem = f"cannot be used: {TooFewFrames(count, least).reason}"
-            raise UserError(problem, field=f"reward {self.name!r}", hint=RAISE_FRAMES)
+            raise UserError(problem, field=reward, hint=RAISE_FRAMES)
 
     def _score(
         self, images: ImagesFuture, prompts: list[str], metadata: MetadataRows
