@@ -35,7 +35,7 @@ def table(kind: str) -> str:
             for c in cards
             if c.images_per_s is not None
         ]
-        return markdown_table([["name", "images/s", "GPU memory (GiB)", "measured with"], *rows])
+        return markdown_table([["name", "samples/s", "GPU memory (GiB)", "measured with"], *rows])
     return markdown_table([IMAGE_HEAD, *(image_row(c) for c in cards if c.name in IMAGE_REWARDS)])
 
 

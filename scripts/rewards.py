@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 WRONG = 1  # exit code if pairs are not ranked as expected
-HEAD = ["reward", "weights", "parameters", "GiB", "images/s", "range", "licence", "scores"]
+HEAD = ["reward", "weights", "parameters", "GiB", "samples/s", "range", "licence", "scores"]
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def list_rewards(args: Namespace) -> None:
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         lines = [line[:width] for line in lines]
-    notes = "GiB and images/s: measured on an H200. Weights: whether the hub cache has them."
+    notes = "GiB and samples/s: measured on an H200. Weights: whether the hub cache has them."
     print_text("\n".join([*(line.rstrip() for line in lines), "", notes]))
 
 
@@ -217,7 +217,8 @@ def _check_several(names: list[str], args: Namespace) -> Iterator[tuple[str, str
         settings = _settings(name, args)
         missing = get_card(name).missing_weights()
         if missing and not settings["server"] and "model" not in settings["options"]:
-            yield "skipped", f"{name:{width}}  skipped  weights missing: hf download {missing[0]}"
+            commands = " && ".join(f"hf download {each}" for each in missing)
+            yield "skipped", f"{name:{width}}  skipped  weights missing: {commands}"
             continue
         try:
             result = check_reward(name, **settings)

@@ -12,6 +12,7 @@ from flow_grpo.rewards.drawn_names import drawn_names
 from flow_grpo.rewards.environments import is_environment, require_environment
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
+from flow_grpo.rewards.option_checks import check_type
 from flow_grpo.rewards.protocol import GET_REWARD, Scorer, as_scorer, constructor_parameters
 from flow_grpo.rewards.registry import OWN_CLIENTS, REWARDS
 from flow_grpo.rewards.weighted_reward import WeightedReward
@@ -203,7 +204,7 @@ def _qualify_option_hint(error: UserError, reward: str) -> UserError:
     option = {reward: {match[1] or match[3]: match[2] or "PATH"}}
     message = (
         f'{message[: match.start()]}pass --config.reward_options="{option}" (--options of a reward '
-        "server)"
+        "server and of flow-grpo rewards, as JSON)"
     )
     rule, hint = (error.rule, message) if error.hint else (message, "")
     return type(error)(rule, field=error.field, value=error.value, hint=hint)
@@ -270,4 +271,8 @@ def _instantiate(
             field=f"reward {name!r}",
             hint=f'set --config.reward_options="{ {name: dict.fromkeys(missing, "...")} }"',
         )
+    if scorer.__module__.partition(".")[0] == __name__.partition(".")[0]:  # not a custom reward
+        for option in options.keys() & parameters.keys():
+            field = f"reward_options.{name}.{option}"
+            check_type(field, options[option], parameters[option].annotation)
     return scorer(**{k: v for k, v in provided.items() if k in parameters} | dict(options))

@@ -35,7 +35,7 @@ class RewardCard:
         licence: Licence of code and weights, as their authors state it.
         options: Options of a reward for responses; those of the others are in docs/rewards.md.
         gpu_memory_gib: Measured peak of the GPU memory, in GiB on an H200; None if not measured.
-        images_per_s: Measured throughput on an H200; None if not measured.
+        images_per_s: Measured throughput on an H200, in images or videos; None if not measured.
         measured: Conditions of the measurement.
     """
 

@@ -11,7 +11,7 @@ from user_errors import raises_user_error
 
 from flow_grpo.diffusion.algorithms.base import Setup
 from flow_grpo.diffusion.algorithms.mix import Mix
-from flow_grpo.rewards import build_reward
+from flow_grpo.rewards import build_reward, close_scorers
 from flow_grpo.rewards.custom import import_path, import_scorer
 from flow_grpo.rewards.frames import to_pil
 from flow_grpo.rewards.protocol import OLD_HOOKS, Scorer, as_scorer
@@ -233,6 +233,28 @@ def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):
         reward.check(["good", "bad"])
     with raises_user_error("did you mean value?", field="reward_options.constant.valu"):
         build_reward({"constant": 1.0}, custom=custom, options={"constant": {"valu": 3.0}})
+
+
+@pytest.mark.parametrize(
+    ("reward", "option", "value", "rule"),
+    [
+        ("ocr", "workers", "two", "must be an integer or None"),
+        ("ocr", "workers", True, "must be an integer or None"),
+        ("ocr", "timeout", float("nan"), "must be a finite number"),
+        ("ocr", "timeout", None, "must be a finite number"),
+        ("pickscore", "model", Path("folder"), "must be a string"),
+        ("pickscore", "offload", [], "must be True or False or a string"),
+        ("math_answer", "untagged", "no", "must be True or False"),
+        ("editscore", "api_key_env", -1, "must be a string"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_rejected(reward, option, value, rule):
+    with raises_user_error(rule, field=f"reward_options.{reward}.{option}"):
+        build_reward({reward: 1.0}, options={reward: {option: value}})
+
+
+def test_an_integer_is_accepted_as_a_number_and_none_where_it_is_the_default():
+    close_scorers(build_reward({"ocr": 1.0}, options={"ocr": {"timeout": 5, "workers": None}}))
 
 
 @pytest.mark.parametrize(
