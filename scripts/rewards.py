@@ -241,25 +241,34 @@ def measure_rewards(args: Namespace) -> None:
     check_reward_names(names, args.options, custom, servers)
     if args.out is not None:
         _check_output(args.out)
-    pairs = choose_pairs(load_preferences(args.pairs, args.split), args.limit, args.pairs)
+    try:
+        found = load_preferences(args.pairs, args.split)
+    except UserError as error:
+        if error.field != "preferences.data":
+            raise
+        raise UserError(error.rule, field="PAIRS", value=args.pairs, hint=error.hint) from error
+    pairs = choose_pairs(found, args.limit, args.pairs)
     scores, agreements = {}, []
-    for name in names:
-        scores[name] = score_pairs(
-            pairs,
-            name,
-            category=args.category,
-            batch=args.batch,
-            follow=progress_bar,
-            device=args.device,
-            custom=custom,
-            servers={name: servers.get(name, "")},
-            options={name: args.options[name]} if name in args.options else {},
-        )
-        agreements += agreement_by_category(name, scores[name])
-    print_text(_agreement_table(agreements))
-    if args.out is not None:
-        write_agreement(args.out, args.pairs, scores, agreements)
-        print_text(f"\nwrote scores.csv, agreement.json and agreement.png to {args.out}")
+    try:
+        for name in names:
+            scores[name] = score_pairs(
+                pairs,
+                name,
+                category=args.category,
+                batch=args.batch,
+                follow=progress_bar,
+                device=args.device,
+                custom=custom,
+                servers={name: servers.get(name, "")},
+                options={name: args.options[name]} if name in args.options else {},
+            )
+            agreements += agreement_by_category(name, scores[name])
+    finally:  # an error or an interrupt does not discard the rewards before it
+        if agreements:
+            print_text(_agreement_table(agreements))
+            if args.out is not None:
+                write_agreement(args.out, args.pairs, scores, agreements)
+                print_text(f"\nwrote scores.csv, agreement.json and agreement.png to {args.out}")
 
 
 def _check_output(out: Path) -> None:

@@ -158,10 +158,21 @@ def test_the_command_writes_scores_agreement_and_figure(votes):
     assert "is not empty" in again.stderr
 
 
+def test_an_error_does_not_discard_the_rewards_before_it(votes):
+    custom = [f"--custom={name}={votes / 'my_rewards.py'}:{name}" for name in ("bright", "broken")]
+    command = ("scripts/rewards.py", "agree", votes, *custom, "--reward=bright", "--reward=broken")
+    done = run_script(*command, "--out", votes / "out")
+    assert done.returncode == 2
+    assert "reward 'broken' gave no score" in done.stderr
+    assert "bright" in done.stdout
+    content = json.loads((votes / "out/agreement.json").read_text())
+    assert [each["reward"] for each in content["agreement"]] == ["bright"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["nowhere", "--reward=ocr"], "nowhere"),
+        (["nowhere", "--reward=ocr"], "PAIRS='nowhere'"),
         (["dataset/ocr", "--reward=ocrr"], "did you mean ocr?"),
         (["dataset/ocr"], "--reward"),
         (["dataset/ocr", "--reward=ocr", "--limit=0"], "at least 1"),
