@@ -78,6 +78,8 @@ class ReportWatcher:
 class ReportServer(ThreadingHTTPServer):
     """HTTP server with at most MAX_CLIENTS threads; further connections are closed."""
 
+    request_queue_size = MAX_CLIENTS  # connections that wait; with 5, the default, votes were lost
+
     def __init__(self, *args: Any) -> None:
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         super().__init__(*args)
