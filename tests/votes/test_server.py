@@ -210,7 +210,7 @@ def test_a_full_disk_is_a_temporary_error(server, monkeypatch):
 
 
 def test_many_voters_at_once_are_all_stored(server):
-    server.request("POST", "/api/groups", group(votes_per_pair=20))
+    server.request("POST", "/api/groups", group(votes_per_pair=30))
     [ballot] = server.request("GET", "/api/next?voter=ann").json()["ballots"]
 
     def vote(number: int) -> None:
@@ -218,10 +218,10 @@ def test_many_voters_at_once_are_all_stored(server):
         for _ in range(2):
             assert server.request("POST", "/api/vote", body).json() == {"counted": True}
 
-    threads = [threading.Thread(target=vote, args=(n,)) for n in range(20)]
+    threads = [threading.Thread(target=vote, args=(n,)) for n in range(30)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     result = server.request("GET", "/api/groups/run-1:epoch-2").json()
-    assert result == {"pairs": [[0, 2, 20, 0, 0]], "done": True}
+    assert result == {"pairs": [[0, 2, 30, 0, 0]], "done": True}
